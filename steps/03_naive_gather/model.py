@@ -1,0 +1,390 @@
+"""Paged KV cache, batched decode: a Python loop gathers all requests' histories into dense tensors, token by token.
+
+Dimension key: L layers, N blocks in the pool, P slots per block, T new tokens, S cached tokens, B batch,
+H query heads, K key/value heads, D head_dim, E hidden size, V vocabulary.
+"""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, LlamaConfig
+
+
+def write_kv_to_pool(k_pool, v_pool, k, v, block_table, start_pos):
+    """Store T tokens' k and v [T, K, D] at positions start_pos, start_pos + 1, ... of one request.
+
+    k_pool and v_pool [N, P, K, D] are one layer's pools; block_table lists the request's block ids in order.
+    """
+    block_size = k_pool.shape[1]
+    positions = torch.arange(start_pos, start_pos + k.shape[0], device=k_pool.device)
+    blocks = torch.tensor(block_table, device=k_pool.device)[positions // block_size]
+    slots = positions % block_size
+    k_pool[blocks, slots] = k
+    v_pool[blocks, slots] = v
+
+
+def gather_batch_kv(k_pools, v_pools, block_tables, seq_lens):
+    """Copy the requests' histories out of the blocks: per layer (k, v), each [B, K, max(seq_lens), D].
+
+    k_pools and v_pools: L pools [N, P, K, D]; block_tables and seq_lens: one per request. Short histories are padded
+    on the left, with zeros.
+    """
+    max_len, (_, block_size, num_kv_heads, head_dim) = max(seq_lens), k_pools[0].shape
+    dense = []
+    for k_pool, v_pool in zip(k_pools, v_pools):
+        k = k_pool.new_zeros(len(seq_lens), max_len, num_kv_heads, head_dim)
+        v = torch.zeros_like(k)
+        for b, (block_table, seq_len) in enumerate(zip(block_tables, seq_lens)):
+            for i in range(seq_len):
+                block, slot = block_table[i // block_size], i % block_size
+                k[b, max_len - seq_len + i] = k_pool[block, slot]
+                v[b, max_len - seq_len + i] = v_pool[block, slot]
+        dense.append((k.transpose(1, 2), v.transpose(1, 2)))
+    return tuple(dense)
+
+
+class OutOfBlocks(RuntimeError):
+    """The pool cannot hold what is asked for; `outputs` keeps the token ids produced before that."""
+
+    def __init__(self, needed, free):
+        super().__init__(
+            f"out of KV cache blocks: {needed} more needed, {free} free; "
+            "raise num_blocks (--num-blocks) or run fewer or shorter requests"
+        )
+        self.needed, self.free, self.outputs = needed, free, []
+
+
+class PagedKVCache:
+    """Keys and values of many requests in one pool of fixed-size blocks.
+
+    k_pools and v_pools: [L, N, P, K, D]. block_tables and seq_lens: by request id.
+    """
+
+    def __init__(self, config, num_blocks, block_size, dtype, device):
+        shape = (config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, head_dim(config))
+        self.k_pools = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_pools = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.free_blocks = list(range(num_blocks))
+        self.block_tables, self.seq_lens = {}, {}
+        self.peak_blocks = 0
+
+    def reserve(self, request_id, num_tokens):
+        """Give the request the blocks for num_tokens more tokens. Raises OutOfBlocks and then changes nothing."""
+        table, seq_len = self.block_tables.get(request_id, []), self.seq_lens.get(request_id, 0)
+        needed = math.ceil((seq_len + num_tokens) / self.block_size) - len(table)
+        if needed > len(self.free_blocks):
+            raise OutOfBlocks(needed, len(self.free_blocks))
+        self.block_tables[request_id] = table + [self.free_blocks.pop() for _ in range(needed)]
+        self.seq_lens[request_id] = seq_len
+        self.peak_blocks = max(self.peak_blocks, self.num_blocks - len(self.free_blocks))
+
+    def write(self, request_id, past_key_values):
+        """Append one (k, v) per layer, each [1, K, T, D], behind what the request has."""
+        table, start_pos = self.block_tables[request_id], self.seq_lens[request_id]
+        for layer, (k, v, *_) in enumerate(past_key_values):
+            k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
+            write_kv_to_pool(self.k_pools[layer], self.v_pools[layer], k, v, table, start_pos)
+        self.seq_lens[request_id] = start_pos + len(k)
+
+    def gather(self, request_ids):
+        """The requests' histories, left-padded to one length: one (k, v) per layer, each [B, K, S, D]."""
+        tables, seq_lens = [self.block_tables[r] for r in request_ids], [self.seq_lens[r] for r in request_ids]
+        return gather_batch_kv(self.k_pools, self.v_pools, tables, seq_lens)
+
+    def free(self, request_id):
+        self.free_blocks += self.block_tables.pop(request_id)
+        del self.seq_lens[request_id]
+
+
+def head_dim(config):
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rope_frequencies(config):
+    """Rotation per position of each pair of dimensions, [D / 2]; with Llama 3's stretching of the slow ones.
+
+    Source: RoFormer (arXiv 2104.09864); Llama 3.1 scaling as in transformers' modeling_rope_utils.
+    """
+    rope = config.rope_parameters
+    # The device is named because load_model builds the decoder on "meta", where nothing has a value.
+    exponents = torch.arange(0, head_dim(config), 2, device="cpu").float() / head_dim(config)
+    freqs = rope["rope_theta"] ** -exponents
+    if rope["rope_type"] == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = rope["original_max_position_embeddings"] * freqs / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        freqs = keep * freqs + (1 - keep) * freqs / rope["factor"]
+    return freqs
+
+
+def rotate(x, cos, sin):
+    x1, x2 = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-x2, x1), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.layer_idx, self.head_dim = layer_idx, head_dim(config)
+        q_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        bias = getattr(config, "attention_bias", False)
+        qkv_bias = bias or config.model_type == "qwen2"
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=bias)
+        has_norm = config.model_type == "qwen3"
+        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if has_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if has_norm else nn.Identity()
+
+    def forward(self, x, cos, sin, mask, past_key_values, present):
+        B, T, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if past_key_values is not None:
+            past_k, past_v = past_key_values[self.layer_idx]
+            k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
+        present.append((k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer_idx)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, *args):
+        x = x + self.self_attn(self.input_layernorm(x), *args)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Llama and Qwen decoder; called like a transformers causal LM, but its logits are the last position's only."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.register_buffer("rope_freqs", rope_frequencies(config), persistent=False)
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=True):
+        """input_ids and position_ids: [B, T]; attention_mask: [B, S + T], 0 for padding; T is 1 behind a history."""
+        T = input_ids.shape[1]
+        assert T == 1 or attention_mask is None
+        if position_ids is None:
+            position_ids = torch.arange(T, device=input_ids.device)[None]
+        angles = position_ids[:, None, :, None] * torch.cat((self.rope_freqs, self.rope_freqs)).float()
+        x = self.model.embed_tokens(input_ids)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        mask = None if attention_mask is None else attention_mask[:, None, None, :].bool()
+        present = []
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, mask, past_key_values, present)
+        logits = self.lm_head(self.model.norm(x[:, -1:]))
+        return SimpleNamespace(logits=logits, past_key_values=tuple(present))
+
+
+def check_config(config):
+    """ValueError when the decoder above would compute something else than this config asks for."""
+    if config.model_type not in ("llama", "qwen2", "qwen3"):
+        raise ValueError(f"unsupported architecture {config.model_type!r}: this decoder knows llama, qwen2 and qwen3")
+    if config.hidden_act != "silu":
+        raise ValueError(f"unsupported activation {config.hidden_act!r}: this decoder knows silu")
+    if config.rope_parameters["rope_type"] not in ("default", "llama3"):
+        rope_type = config.rope_parameters["rope_type"]
+        raise ValueError(f"unsupported RoPE scaling {rope_type!r}: this decoder knows default and llama3")
+    if getattr(config, "use_sliding_window", False):
+        raise ValueError("unsupported sliding-window attention: this decoder attends to the whole history")
+
+
+def build_model(config):
+    """A decoder with random weights."""
+    check_config(config)
+    return Decoder(config).eval().requires_grad_(False)
+
+
+def load_model(path, device="cpu", dtype=torch.float32):
+    """The decoder with the weights of a transformers model folder. ValueError says what does not fit."""
+    folder = Path(path)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files or not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no model folder: it needs config.json and *.safetensors")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    check_config(config)
+    with torch.device("meta"):
+        model = Decoder(config)
+    weights = {}
+    for file in files:
+        try:
+            weights |= {name: w.to(dtype) for name, w in load_file(file, device=str(device)).items()}
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged ({error}); fetch or prepare the model again") from None
+    weights = {name: w for name, w in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings and "model.embed_tokens.weight" in weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    shapes, found = ({name: w.shape for name, w in tensors.items()} for tensors in (model.state_dict(), weights))
+    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    if wrong:
+        raise ValueError(f"{folder}: {wrong[0]} is missing, unknown or misshapen ({len(wrong)} such tensors)")
+    model.load_state_dict(weights, assign=True)
+    return model.to(device).eval().requires_grad_(False)
+
+
+class ModelRunner:
+    """Drives a causal LM with its keys and values in a PagedKVCache."""
+
+    def __init__(self, model, *, num_blocks, block_size=16):
+        weight = next(model.parameters())
+        self.model, self.device = model, weight.device
+        self.cache = PagedKVCache(model.config, num_blocks, block_size, weight.dtype, weight.device)
+
+    def prefill(self, request_id, prompt):
+        """Run a new request's whole prompt (token ids); returns its first new token id."""
+        self.cache.reserve(request_id, len(prompt))
+        out = self.model(torch.tensor([prompt], device=self.device), use_cache=True)
+        self.cache.write(request_id, out.past_key_values)
+        return int(out.logits[0, -1].argmax())
+
+    def decode_batch(self, request_ids, tokens):
+        """Run one more token of each request behind its history; returns their next token ids."""
+        for request_id in request_ids:
+            self.cache.reserve(request_id, 1)
+        seq_lens = torch.tensor([self.cache.seq_lens[r] for r in request_ids], device=self.device)[:, None]
+        columns = torch.arange(int(seq_lens.max()) + 1, device=self.device)
+        out = self.model(
+            torch.tensor(tokens, device=self.device)[:, None],
+            attention_mask=(columns >= seq_lens.max() - seq_lens).long(),
+            position_ids=seq_lens,
+            past_key_values=self.cache.gather(request_ids),
+            use_cache=True,
+        )
+        for b, request_id in enumerate(request_ids):
+            new = [(k[b : b + 1, :, -1:], v[b : b + 1, :, -1:]) for k, v, *_ in out.past_key_values]
+            self.cache.write(request_id, new)
+        return out.logits[:, -1].argmax(dim=-1).tolist()
+
+
+def token_limits(config, prompts, max_new_tokens):
+    """max_new_tokens as one number per prompt. ValueError for what cannot be generated."""
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(limits) != len(prompts):
+        raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts")
+    for i, (prompt, limit) in enumerate(zip(prompts, limits)):
+        if limit < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {limit}")
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {i} is empty")
+        if min(prompt) < 0 or max(prompt) >= config.vocab_size:
+            raise ValueError(f"prompt {i} holds a token id outside 0 to {config.vocab_size - 1}")
+        if len(prompt) + limit > config.max_position_embeddings:
+            raise ValueError(
+                f"prompt {i} is too long: {len(prompt)} tokens and {limit} new ones, "
+                f"but the model has {config.max_position_embeddings} positions"
+            )
+    return limits
+
+
+@torch.inference_mode()
+def generate(
+    model, prompts, max_new_tokens, *, block_size=16, num_blocks=None, eos_token_id=None, runner=None, on_token=None
+):
+    """Greedy decoding; returns the new token ids of each prompt (lists of ids).
+
+    max_new_tokens: an int, or one per prompt. num_blocks=None: as many as this call needs. eos_token_id: an int or
+    several; the token that ends a request is part of its output. runner: an idle ModelRunner to use (again) instead
+    of a new one. on_token(index, token_id) is called as soon as a token is chosen. Raises ValueError for prompts the
+    model cannot take, and OutOfBlocks, which keeps what was produced.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, not {block_size}")
+    limits = token_limits(model.config, prompts, max_new_tokens)
+    stop = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+    if runner is None:
+        if num_blocks is None:
+            # The last new token is returned, not stored.
+            num_blocks = sum(math.ceil((len(p) + n - 1) / block_size) for p, n in zip(prompts, limits))
+        runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
+    cache, outputs = runner.cache, [[] for _ in prompts]
+
+    def emit(index, token):
+        """Record a chosen token; a request that ends with it gives its blocks back at once."""
+        outputs[index].append(token)
+        if token in stop or len(outputs[index]) == limits[index]:
+            cache.free(index)
+        if on_token is not None:
+            on_token(index, token)
+
+    try:
+        for index, prompt in enumerate(prompts):
+            emit(index, runner.prefill(index, prompt))
+        while running := [index for index in range(len(prompts)) if index in cache.block_tables]:
+            tokens = runner.decode_batch(running, [outputs[index][-1] for index in running])
+            for index, token in zip(running, tokens):
+                emit(index, token)
+    except OutOfBlocks as error:
+        error.outputs = outputs
+        raise
+    finally:
+        for index in range(len(prompts)):
+            if index in cache.block_tables:
+                cache.free(index)
+    return outputs
+
+
+def self_check():
+    """Paged generation must equal generation that keeps no cache and runs the whole sequence for every token."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=72,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=128,
+    )
+    model = build_model(config)
+    prompts = [torch.randint(0, 256, (n,)).tolist() for n in (1, 3, 4, 5, 17)]
+    expected = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(10):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        expected.append(ids[len(prompt) :])
+    assert generate(model, prompts, 10, block_size=4) == expected
+    print(f"ok: {len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, equal tokens")
+
+
+if __name__ == "__main__":
+    self_check()
