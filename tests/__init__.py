@@ -1,0 +1,1 @@
+"""The contract every step keeps, and the tests of everything around the steps."""
