@@ -14,7 +14,7 @@ A ?=
 B ?=
 ARGS ?=
 TORCH_INDEX ?=
-PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+PYTHON ?= $(shell .venv/bin/python -c "" 2>/dev/null && echo .venv/bin/python || echo python3)
 
 PY := .venv/bin/python
 # Only what was given is passed on; the commands have their own defaults.
