@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "zoo: the fast part of the contract, run on every mutant of the bug zoo")
+    config.addinivalue_line("markers", "having(name): only the steps whose model.py defines this function")
     # Before anything imports torch or transformers. One thread: the models are tiny, and the order of summation fixed.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,8 +36,15 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     if "step" in metafunc.fixturenames:
-        steps = list_steps()
+        names = {name for marker in metafunc.definition.iter_markers("having") for name in marker.args}
+        steps = [step for step in list_steps() if names <= functions_of(step)]
         metafunc.parametrize("step", steps, ids=[step.slug for step in steps], indirect=True, scope="session")
+
+
+@cache
+def functions_of(step) -> set[str]:
+    tree = ast.parse(step.model_py.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ def prefill_logits(runner, request_id, prompt: list[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def decode_logits(runner, request_ids: list, tokens: list[int]) -> torch.Tensor:
-    """Logits [batch, vocab_size] from which the requests' next tokens are chosen; checks that they are the greedy ones."""
+    """Logits [batch, vocab_size] from which the next tokens are chosen; checks that those are the greedy ones."""
     with recorded_logits(runner.model) as calls:
         chosen = decode(runner, request_ids, tokens)
     logits = torch.cat(calls)

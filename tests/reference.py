@@ -1,4 +1,4 @@
-"""What the steps are compared with, written without looking at them: transformers, and a dictionary of dense tensors."""
+"""What the steps are compared with and do not share: transformers, and a dictionary of dense tensors."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def until(ids: list[int], stop: set[int]) -> list[int]:
 
 
 class DenseKV:
-    """What a paged cache should hold: for each request and layer, one dense k and v [num_tokens, num_kv_heads, head_dim]."""
+    """What a paged cache should hold: per request and layer a dense k and v [num_tokens, num_kv_heads, head_dim]."""
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32):
         self.num_layers = num_layers

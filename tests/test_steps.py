@@ -122,7 +122,7 @@ def test_positions_up_to_the_last(step, load_tiny):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes(step, make_tiny, dtype):
     """Pools have the model's dtype. Below float32, ids may differ from transformers': the logits must be near."""
-    folder, hf = make_tiny("qwen3")
+    folder, _ = make_tiny("qwen3")
     model = step.load_model(folder, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}
     runner = hostile_runner(step, model, num_blocks=8, block_size=4)
@@ -150,7 +150,7 @@ def test_build_model_is_seeded(step):
 
 
 def takes_transformers_models(step) -> bool:
-    """Since transformers 5 a model takes its history only as a Cache: a step that hands over tuples cannot drive one."""
+    """Since transformers 5 a model takes its history only as a Cache; a step that hands over tuples drives none."""
     return hasattr(step, "DynamicCache") or issubclass(step.PagedKVCache, transformers.Cache)
 
 
@@ -415,18 +415,18 @@ def test_no_prompts(step, load_tiny):
 
 
 BAD_CALLS = {
-    "empty prompt": (dict(prompts=[[1, 2], []]), "empty"),
-    "negative token id": (dict(prompts=[[1, -1]]), "token id"),
-    "token id beyond the vocabulary": (dict(prompts=[[1, VOCAB_SIZE]]), "token id"),
-    "no new tokens": (dict(max_new_tokens=0), "max_new_tokens"),
-    "negative number of new tokens": (dict(max_new_tokens=-3), "max_new_tokens"),
-    "no new tokens for one prompt": (dict(prompts=[[1], [2]], max_new_tokens=[3, 0]), "max_new_tokens"),
-    "too few limits": (dict(prompts=[[1], [2]], max_new_tokens=[3]), "max_new_tokens"),
-    "too many limits": (dict(prompts=[[1]], max_new_tokens=[3, 3]), "max_new_tokens"),
-    "prompt too long": (dict(prompts=[[1] * reference.MAX_POSITIONS]), str(reference.MAX_POSITIONS)),
-    "too long with its new tokens": (dict(max_new_tokens=reference.MAX_POSITIONS - 1), str(reference.MAX_POSITIONS)),
-    "block size zero": (dict(block_size=0), "block_size"),
-    "negative block size": (dict(block_size=-16), "block_size"),
+    "empty prompt": ({"prompts": [[1, 2], []]}, "empty"),
+    "negative token id": ({"prompts": [[1, -1]]}, "token id"),
+    "token id beyond the vocabulary": ({"prompts": [[1, VOCAB_SIZE]]}, "token id"),
+    "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens"),
+    "negative number of new tokens": ({"max_new_tokens": -3}, "max_new_tokens"),
+    "no new tokens for one prompt": ({"prompts": [[1], [2]], "max_new_tokens": [3, 0]}, "max_new_tokens"),
+    "too few limits": ({"prompts": [[1], [2]], "max_new_tokens": [3]}, "max_new_tokens"),
+    "too many limits": ({"prompts": [[1]], "max_new_tokens": [3, 3]}, "max_new_tokens"),
+    "prompt too long": ({"prompts": [[1] * reference.MAX_POSITIONS]}, str(reference.MAX_POSITIONS)),
+    "too long with its new tokens": ({"max_new_tokens": reference.MAX_POSITIONS - 1}, str(reference.MAX_POSITIONS)),
+    "block size zero": ({"block_size": 0}, "block_size"),
+    "negative block size": ({"block_size": -16}, "block_size"),
 }
 
 
