@@ -26,7 +26,7 @@ def new_pools(block_size, num_layers=1, dtype=torch.float32, value=NAN):
 
 
 def new_tokens(num_tokens, seed=0, dtype=torch.float32):
-    """Different k and v [num_tokens, num_kv_heads, head_dim], heads outermost in memory as attention hands them over."""
+    """Different k and v [num_tokens, num_kv_heads, head_dim], in memory as attention hands them over: heads first."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, NUM_KV_HEADS, num_tokens, HEAD_DIM)
     k, v = torch.randn(shape, generator=generator).to(dtype).transpose(1, 2)
@@ -244,7 +244,7 @@ def new_cache(step, num_blocks=NUM_BLOCKS, block_size=4, dtype=torch.float32, ki
 
 
 def append(cache, request_ids, new):
-    """Put new tokens behind the requests' histories: per layer (k, v), each [batch, num_kv_heads, num_tokens, head_dim].
+    """Put new tokens behind the requests' histories: per layer (k, v) [batch, num_kv_heads, num_tokens, head_dim].
 
     Returns what the cache hands back for attention where it is the transformers cache itself, else None.
     """
