@@ -38,12 +38,14 @@ def main(step_dir: Path, argv: list[str] | None = None) -> None:
     module = load_step(step)
     if options.attention is not None:
         choose_attention(module, options.attention)
-    model = load_model(module, folder, options.device, options.dtype)
+    model = load_model(module, options.engine, folder, options.device, options.dtype)
     check_lengths(model.config, prompts, options.max_new_tokens)
 
     stop = None if options.ignore_eos else end_tokens(folder, tokenizer)
     run = Run(prompts)
     failure = run.generate(module, model, options, stop)
+    if failure and not any(run.token_ids):
+        raise failure
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in run.token_ids]
     print_answers(options.prompt, texts, run.token_ids)
     document = describe(step, options, model, run, texts)
@@ -102,6 +104,12 @@ def parse_options(step: Step, argv: list[str] | None) -> argparse.Namespace:
     machine = parser.add_argument_group("where")
     machine.add_argument("--device", default="cpu", help="cpu (the default), cuda, cuda:1, mps")
     machine.add_argument("--dtype", default="float32", choices=DTYPES, help=f"one of {', '.join(DTYPES)}")
+    machine.add_argument(
+        "--engine",
+        choices=("own", "transformers"),
+        default="own",
+        help="whose decoder runs around the step's cache: the step's own (the default), or transformers' of any model",
+    )
     machine.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument(
         "--json", action="store_true", help="print everything once more, as one JSON document, in the last line"
@@ -161,8 +169,10 @@ def choose_attention(module, name: str) -> None:
         raise UserError(f"--attention {name}: {error}") from None
 
 
-def load_model(module, folder: Path, device: str, dtype: str):
+def load_model(module, engine: str, folder: Path, device: str, dtype: str):
     import torch
+
+    from shared import engine as engines
 
     try:
         kind = torch.device(device).type
@@ -175,7 +185,7 @@ def load_model(module, folder: Path, device: str, dtype: str):
     if kind == "mps" and not torch.backends.mps.is_available():
         raise UserError("no MPS device that torch can use: run with --device cpu")
     try:
-        return module.load_model(folder, device=device, dtype=getattr(torch, dtype))
+        return engines.load_model(module, engine, folder, device=device, dtype=getattr(torch, dtype))
     except ValueError as error:
         raise UserError(str(error).strip().splitlines()[0]) from None
     except torch.OutOfMemoryError:
@@ -248,7 +258,7 @@ class Run:
             if "allocate" not in str(error):
                 raise
             return UserError(f"a pool of {self.num_blocks} blocks does not fit into memory: lower --num-blocks")
-        except (KeyboardInterrupt, SystemExit) as signal:  # what was produced is still shown
+        except (KeyboardInterrupt, SystemExit, UserError) as signal:  # what was produced is still shown
             return signal
         finally:
             progress.clear()
@@ -306,6 +316,7 @@ def describe(step: Step, options: argparse.Namespace, model, run: Run, texts: li
     new_tokens = sum(map(len, run.token_ids))
     return {
         "step": step.slug,
+        "engine": options.engine,
         "model": options.model,
         "device": options.device,
         "dtype": options.dtype,
@@ -333,7 +344,9 @@ def print_answers(prompts: list[str], texts: list[str], token_ids: list[list[int
     for number, (prompt, text, ids) in enumerate(zip(prompts, texts, token_ids), start=1):
         label = f"[{number}] "
         print(label + textwrap.indent(printable(prompt), " " * len(label)).lstrip())
-        print(textwrap.indent(printable(text.strip()) if ids else "(no answer)", "  > ", lambda line: True) + "\n")
+        for line in printable(text.strip() if ids else "(no answer)").split("\n"):
+            print(f"  > {line}".rstrip())
+        print()
 
 
 def print_numbers(d: dict) -> None:
@@ -341,7 +354,7 @@ def print_numbers(d: dict) -> None:
     rate = f"{d['tokens_per_s']:.1f} (new tokens over prefill and decode)" if first else "-"
     ttft = f"{min(first):.3f} s for the first prompt, {sum(first) / len(first):.3f} s on average" if first else "-"
     rows = {
-        "step": d["step"],
+        "step": d["step"] + (", around the decoder of transformers" if d["engine"] == "transformers" else ""),
         "model": f"{d['model']}, {d['dtype']} on {d['device']}, {d['threads']} CPU thread{'s' * (d['threads'] != 1)}",
         "tokens": f"{len(d['prompts'])} prompts of {sum(d['prompt_tokens'])} tokens, {d['new_tokens']} new tokens",
         "prefill": f"{d['prefill_s']:.3f} s",
