@@ -26,6 +26,7 @@ for seq_len in (1, 15, 16, 17, 1000):
     assert unused == math.ceil(seq_len / block_size) * block_size - seq_len
 # --8<-- [end:waste]
 
+
 # --8<-- [start:bytes]
 def kv_bytes_per_token(num_layers, num_kv_heads, head_dim, bytes_per_number):
     return 2 * num_layers * num_kv_heads * head_dim * bytes_per_number  # 2: one K, one V
