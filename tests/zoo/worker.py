@@ -1,0 +1,136 @@
+"""One process of the zoo: runs the tests marked `zoo` on a folder of planted steps, in a single pytest session.
+
+Every planted step is a step of its own there (`03_naive_gather+mask-forgotten`), so the tests need to know nothing of the zoo.
+For each it writes one line of JSON as soon as a test has failed, or all have passed:
+
+    {"slug": ..., "test": ... or null, "phase": "call", "message": ..., "symptom": ..., "seconds": ...}
+
+`python -m tests.zoo.worker PLANTED_DIR RESULT_FILE PYTEST_ARGUMENT...`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SECONDS_PER_TEST = 30
+MARK = "+"
+
+
+class Stuck(BaseException):
+    """A test took so long that it would hardly ever end. No Exception, so that no code under test catches it."""
+
+
+@contextmanager
+def time_limit(seconds: float = SECONDS_PER_TEST):
+    """Raise Stuck in the main thread after `seconds`."""
+
+    def give_up(signum, frame):
+        raise Stuck(f"no end after {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+class FirstFailure:
+    """Pytest plugin: for every step the tests run until the first one fails; the rest of that step's are skipped."""
+
+    def __init__(self, result_file: Path):
+        self.result_file = result_file
+        self.remaining: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+        self.done: set[str] = set()
+        self.failure = None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        """Leave out what does not depend on a step, and run one step after the other."""
+        items[:] = sorted((item for item in items if slug_of(item)), key=slug_of)
+        for item in items:
+            self.remaining[slug_of(item)] = self.remaining.get(slug_of(item), 0) + 1
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        if slug_of(item) in self.done:
+            pytest.skip("a test has failed already")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        with time_limit():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        slug = slug_of(item)
+        if slug in self.done:
+            return report
+        self.seconds[slug] = self.seconds.get(slug, 0) + report.duration
+        if report.failed:
+            self.finish(slug, report, call.excinfo)
+        elif report.when == "teardown":
+            self.remaining[slug] -= 1
+            if not self.remaining[slug]:
+                self.finish(slug)
+        return report
+
+    def finish(self, slug, report=None, excinfo=None):
+        self.done.add(slug)
+        result = {"slug": slug, "test": None, "phase": None, "message": None, "seconds": round(self.seconds[slug], 2)}
+        if report is not None:
+            test = re.sub(r"\[.*", "", report.nodeid.split("/")[-1])
+            result |= {"test": test, "phase": report.when, "message": one_line(excinfo.value)}
+        if MARK in slug:
+            from tests.zoo.symptoms import observe
+
+            result["symptom"] = observe(slug)
+        with self.result_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+def slug_of(item) -> str | None:
+    step = getattr(item, "callspec", None) and item.callspec.params.get("step")
+    return step.slug if step else None
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message, without the advice that follows a semicolon."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0].split('; ')[0]}" if text and text[0] else type(error).__name__
+
+
+def main(planted: str, result_file: str, *arguments: str) -> int:
+    os.environ["OMP_NUM_THREADS"] = os.environ["NUMBA_NUM_THREADS"] = "1"
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--no-header",
+        "-m",
+        "zoo",
+        f"--steps-dir={planted}",
+        "tests",
+        *arguments,
+    ]
+    start = time.perf_counter()
+    status = pytest.main(options, plugins=[FirstFailure(Path(result_file))])
+    print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
+    # Failed tests are what this is for. Anything else (nothing collected, a broken test file) is an error.
+    return 0 if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
