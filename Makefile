@@ -29,7 +29,7 @@ STEPS = $(notdir $(patsubst %/,%,$(dir $(wildcard steps/[0-9]*/run.py))))
 help: ## list the targets
 	@echo "kv-ladder: the paged KV cache of an LLM inference engine, from slow to fast, one runnable step at a time"
 	@echo
-	@awk -F ':.*## ' '/^\#\#@/ { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^##@/ { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables: STEP=02  A=01 B=02  MODEL=tiny|FOLDER|HUB-ID  DEVICE=cpu|cuda  DTYPE=float32  THREADS=2  ARGS=\"--any --option\""
 	@echo "           PYTHON=python3.12 and TORCH_INDEX=ADDRESS for setup"
