@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import time
@@ -21,6 +22,7 @@ from shared.models import DEFAULT_MODEL, encode_prompts, end_tokens, load_tokeni
 from shared.prompts import CHAT_PROMPTS
 from shared.steps import Step, load_step
 
+LARGEST = 2**31 - 1
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -122,13 +124,13 @@ def parse_options(step: Step, argv: list[str] | None) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """An option's value as a whole number from 1 up."""
+    """An option's value as a whole number from 1 to LARGEST."""
     try:
         number = int(text)
     except ValueError:
         number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    if not 1 <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {LARGEST}")
     return number
 
 
@@ -255,7 +257,7 @@ class Run:
         except (torch.OutOfMemoryError, MemoryError):
             return UserError("out of memory: lower --num-blocks, --batch-size or --max-new-tokens")
         except RuntimeError as error:
-            if "allocate" not in str(error):
+            if not re.search("allocate|overflow", str(error)):
                 raise
             return UserError(f"a pool of {self.num_blocks} blocks does not fit into memory: lower --num-blocks")
         except (KeyboardInterrupt, SystemExit, UserError) as signal:  # what was produced is still shown
