@@ -21,10 +21,11 @@
     }
 
     // Makes room for numTokens tokens of this request in all. Returns the blocks taken, or null if too few are free.
+    // As in the steps, blocks are taken from the end of the free list.
     reserve(name, numTokens) {
       const missing = Math.ceil(numTokens / this.blockSize) - this.tables[name].length;
       if (missing > this.freeBlocks.length) return null;
-      const taken = this.freeBlocks.splice(0, Math.max(missing, 0));
+      const taken = Array.from({ length: Math.max(missing, 0) }, () => this.freeBlocks.pop());
       this.tables[name].push(...taken);
       return taken;
     }
@@ -63,8 +64,9 @@
     }
   }
 
-  function fragmented(table) {
-    return table.some((block, i) => i > 0 && block !== table[i - 1] + 1);
+  // Do other blocks lie between those of the table?
+  function scattered(table) {
+    return table.length > 0 && Math.max(...table) - Math.min(...table) >= table.length;
   }
 
   // ---- drawing helpers ----
@@ -162,7 +164,7 @@
         const parts = [html("b", {}, name), ` block_table = [${table.join(", ")}]  seq_len = ${pool.lens[name]}`];
         const notes = [];
         if (held > pool.lens[name]) notes.push(`${held - pool.lens[name]} reserved, empty`);
-        if (fragmented(table)) notes.push("not adjacent");
+        if (scattered(table)) notes.push("scattered");
         if (notes.length) parts.push(html("i", {}, " (" + notes.join("; ") + ")"));
         tables.append(html("code", { class: "pk-table pk-" + name, id: "pk-table-" + name }, ...parts));
       }
@@ -291,7 +293,7 @@
       touched = new Set(taken.flatMap((block) => Array.from({ length: pool.blockSize }, (_, i) => block * pool.blockSize + i)));
       const table = pool.tables[selected];
       draw(
-        taken.length ? `Allocated for ${selected}:${took(taken)}${fragmented(table) ? " They need not be neighbours." : ""}`
+        taken.length ? `Allocated for ${selected}:${took(taken)}${scattered(table) ? " They need not be neighbours." : ""}`
           : `${selected} already has room for ${tokens(lengths[selected])}.`,
         `block_tables["${selected}"] = [${table.join(", ")}]`,
       );
@@ -302,7 +304,7 @@
       touched = new Set();
       const freed = pool.free(selected);
       draw(
-        freed.length ? `Freed ${selected}: ${blocks(freed)} went to the end of the free list. The old values stay until they are written over.`
+        freed.length ? `Freed ${selected}: ${blocks(freed)} went to the end of the free list, where the next request takes from. The old values stay until they are written over.`
           : `${selected} holds no block.`,
         `free_blocks = [${pool.freeBlocks.join(", ")}]`,
       );
@@ -431,43 +433,39 @@
       dense = null;
       calls = 0;
       if (pool.blockSize === 4) {
-        pool.freeBlocks = [2, 1, 4, 5, 0, 3, 6, 7];
+        pool.freeBlocks = [7, 6, 3, 0, 5, 4, 1, 2];
       }
       for (const name of ["B", "C"]) {
         pool.reserve(name, lengths[name]);
         for (let pos = 0; pos < lengths[name]; pos++) pool.write(name, pos);
       }
-      draw(`B and C are in the pool. Write A: it gets whatever block is next in the free list.`,
+      draw("B and C are in the pool. Write A: it gets the last block of the free list, wherever that lies.",
         `free_blocks = [${pool.freeBlocks.join(", ")}]`);
     }
 
-    // Requests come, go and come back longer, until A's blocks lie apart.
+    // Three requests come, two of them leave, and one comes back longer: it lands in the holes.
     function fragment() {
+      const fill = (name, length) => {
+        lengths[name] = length;
+        pool.reserve(name, length);
+        for (let pos = 0; pos < length; pos++) pool.write(name, pos);
+      };
       pool = new Pool(pool.blockSize);
       dense = null;
-      lengths = { A: 4, B: 3, C: 6 };
-      const fill = (name) => {
-        pool.reserve(name, lengths[name]);
-        for (let pos = pool.lens[name]; pos < lengths[name]; pos++) pool.write(name, pos);
-      };
-      NAMES.forEach(fill);
-      pool.free("B");
+      calls = 0;
+      fill("A", 4);
+      fill("B", 3);
+      fill("C", 6);
       pool.free("A");
-      lengths.B = 12;
-      fill("B");
-      lengths.A = 12;
-      const before = pool.freeBlocks.length * pool.blockSize;
-      if (before < lengths.A) lengths.A = before;
-      if (lengths.A > 0) fill("A");
-      else lengths.A = 4;
+      pool.free("C");
+      fill("A", MAX_TOKENS);
       selected = "A";
-      touched = new Set(Array.from({ length: pool.lens.A }, (_, pos) => pool.flat("A", pos)));
-      const table = pool.tables.A;
+      touched = new Set(Array.from({ length: MAX_TOKENS }, (_, pos) => pool.flat("A", pos)));
+      lengths.C = 9;
       draw(
-        table.length
-          ? `A, B, C came; B and A left and came back longer. A now lives in ${blocks(table)}${fragmented(table) ? ": not adjacent, and its table still finds every token" : ""}.`
-          : "B took every free block: nothing is left for A.",
-        `block_tables = {"A": [${pool.tables.A.join(", ")}], "B": [${pool.tables.B.join(", ")}], "C": [${pool.tables.C.join(", ")}]}`,
+        `A, B and C came. A and C left, and A came back longer. It lives in ${blocks(pool.tables.A)} now, with others between them, ` +
+          "and its table still finds every token. Gather to see it.",
+        `block_tables = {"A": [${pool.tables.A.join(", ")}], "B": [${pool.tables.B.join(", ")}]}\nfree_blocks  = [${pool.freeBlocks.join(", ")}]`,
       );
     }
 
