@@ -55,10 +55,7 @@ class OutOfBlocks(RuntimeError):
     """The pool cannot hold what is asked for; `outputs` keeps the token ids produced before that."""
 
     def __init__(self, needed, free):
-        super().__init__(
-            f"out of KV cache blocks: {needed} more needed, {free} free; "
-            "raise num_blocks (--num-blocks) or run fewer or shorter requests"
-        )
+        super().__init__(f"{needed} more KV cache blocks needed, {free} free: raise num_blocks (--num-blocks)")
         self.needed, self.free, self.outputs = needed, free, []
 
 
@@ -220,8 +217,7 @@ def check_config(config):
         raise ValueError(f"unsupported architecture {config.model_type!r}: this decoder knows llama, qwen2 and qwen3")
     if config.hidden_act != "silu":
         raise ValueError(f"unsupported activation {config.hidden_act!r}: this decoder knows silu")
-    if config.rope_parameters["rope_type"] not in ("default", "llama3"):
-        rope_type = config.rope_parameters["rope_type"]
+    if (rope_type := config.rope_parameters["rope_type"]) not in ("default", "llama3"):
         raise ValueError(f"unsupported RoPE scaling {rope_type!r}: this decoder knows default and llama3")
     if getattr(config, "use_sliding_window", False):
         raise ValueError("unsupported sliding-window attention: this decoder attends to the whole history")
@@ -239,16 +235,16 @@ def load_model(path, device="cpu", dtype=torch.float32):
     files = sorted(folder.glob("*.safetensors"))
     if not files or not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no model folder: it needs config.json and *.safetensors")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    weights = {}
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        for file in files:
+            weights |= {name: w.to(dtype) for name, w in load_file(file, device=str(device)).items()}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder} is damaged or of an unknown kind: {str(error).splitlines()[0]}") from None
     check_config(config)
     with torch.device("meta"):
         model = Decoder(config)
-    weights = {}
-    for file in files:
-        try:
-            weights |= {name: w.to(dtype) for name, w in load_file(file, device=str(device)).items()}
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged ({error}); fetch or prepare the model again") from None
     weights = {name: w for name, w in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_word_embeddings and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -313,10 +309,8 @@ def token_limits(config, prompts, max_new_tokens):
         if min(prompt) < 0 or max(prompt) >= config.vocab_size:
             raise ValueError(f"prompt {i} holds a token id outside 0 to {config.vocab_size - 1}")
         if len(prompt) + limit > config.max_position_embeddings:
-            raise ValueError(
-                f"prompt {i} is too long: {len(prompt)} tokens and {limit} new ones, "
-                f"but the model has {config.max_position_embeddings} positions"
-            )
+            positions = config.max_position_embeddings
+            raise ValueError(f"prompt {i} is too long: {len(prompt)} + {limit} new tokens, {positions} positions")
     return limits
 
 
@@ -361,25 +355,16 @@ def generate(
         error.outputs = outputs
         raise
     finally:
-        for index in range(len(prompts)):
-            if index in cache.block_tables:
-                cache.free(index)
+        for index in cache.block_tables.keys() & range(len(prompts)):
+            cache.free(index)
     return outputs
 
 
 def self_check():
     """Paged generation must equal generation that keeps no cache and runs the whole sequence for every token."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=72,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=128,
-    )
-    model = build_model(config)
+    shape = {"hidden_size": 72, "intermediate_size": 128, "num_attention_heads": 9, "num_key_value_heads": 3}
+    model = build_model(LlamaConfig(vocab_size=256, num_hidden_layers=2, **shape))
     prompts = [torch.randint(0, 256, (n,)).tolist() for n in (1, 3, 4, 5, 17)]
     expected = []
     for prompt in prompts:
