@@ -43,6 +43,25 @@ CHANGES = {
         "~ ModelRunner.prefill",
         "~ ModelRunner.decode_batch",
     ],
+    "05_dynamic_cache_fix -> 06_slot_mapping": [
+        "- from transformers import DynamicCache",
+        "+ from transformers import Cache",
+        "- write_kv_to_pool",
+        "- gather_batch_kv",
+        "+ write_slots",
+        "+ read_slots",
+        "~ PagedKVCache",
+        "~ PagedKVCache.__init__",
+        "- PagedKVCache.write",
+        "- PagedKVCache.gather",
+        "+ PagedKVCache.begin_step",
+        "+ PagedKVCache.update",
+        "+ PagedKVCache.end_step",
+        "+ PagedKVCache.get_seq_length",
+        "+ PagedKVCache.get_mask_sizes",
+        "~ ModelRunner.prefill",
+        "~ ModelRunner.decode_batch",
+    ],
 }
 
 # Lines that `diff` marks, the first sentence of the docstring included, and lines of a whole model.py. A pair that
