@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from shared.bench.measure import load_average, spread
-from shared.bench.plan import BASELINE, MACHINE, Plan, next_job
+from shared.bench.plan import BASELINE, CALIBRATION, MACHINE, Plan, next_job
 from shared.bench.record import Record
 from shared.errors import UserError
 from shared.steps import ROOT
@@ -144,7 +144,7 @@ def merged(row: dict | None, sample: dict, repeat: int) -> dict:
 
 def derive(rows: dict[tuple, dict], kind: str) -> None:
     """What follows from other rows of the same run: ratios to the baseline, and the cost model's predictions."""
-    calibration = rows.get(("calibration", MACHINE, "machine", 1))
+    calibration = rows.get(CALIBRATION)
     for (suite, _, workload, batch), row in rows.items():
         if suite == "end_to_end":
             base = rows.get((suite, BASELINE, workload, batch), {})

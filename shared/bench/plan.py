@@ -20,6 +20,7 @@ SUITES = ("end_to_end", "decode_step", "counts", "write", "gather", "attention",
 SLOW_SECONDS = 30.0
 HEADLINE = ("chat", 8)
 
+CALIBRATION = ("calibration", MACHINE, "machine", 1)
 WRITERS = ("write_kv_to_pool", "write_slots")
 READERS = ("read_kv_from_pool", "gather_batch_kv", "read_slots")
 DENSE_READERS = ("gather_batch_kv",)
@@ -88,7 +89,7 @@ def next_job(plan: Plan, rows: dict[tuple, dict]) -> tuple[str, list[dict]] | No
 
 def expected_keys(plan: Plan) -> list[tuple]:
     """Keys of the rows that a complete run has, without those that only some kernels or machines can give."""
-    keys = [("calibration", MACHINE, "machine", 1)]
+    keys = [CALIBRATION] if needs_calibration(plan) else []
     for variant in plan.variants:
         keys += [("end_to_end", variant, w.name, w.batch) for w in plan.workloads if "end_to_end" in plan.suites]
         keys += [("decode_step", variant, w.name, w.batch) for w in plan.breakdowns if "decode_step" in plan.suites]
@@ -101,6 +102,11 @@ def expected_keys(plan: Plan) -> list[tuple]:
                 for name, batch in _names(suite, points)
             ]
     return keys
+
+
+def needs_calibration(plan: Plan) -> bool:
+    """Is anything measured that the cost model predicts?"""
+    return bool({"decode_step", "write", "gather"} & set(plan.suites))
 
 
 def introducing(steps: list[Step], functions: tuple[str, ...]) -> list[str]:
@@ -124,7 +130,7 @@ def _functions(step: Step) -> dict[str, str]:
 
 def _phases(plan: Plan, rows: dict[tuple, dict]) -> Iterator[tuple[str, list[dict]]]:
     """(variant, tasks still to do) in the order of the run: every phase goes over all variants."""
-    if ("calibration", MACHINE, "machine", 1) not in rows:
+    if needs_calibration(plan) and CALIBRATION not in rows:
         yield MACHINE, [{"suite": "calibration"}]
     for repeat in range(1, max(plan.repeats.values()) + 1):
         # Back and forth, so that no variant always runs at the same age of the machine; the first time the baseline
