@@ -80,7 +80,9 @@ class CacheConfig:
     """A model's config with num_hidden_layers, num_key_value_heads, head_dim as its cache has them."""
 
     def __init__(self, model: nn.Module, cache_argument: str):
-        self.config = model.config.get_text_config()
+        # A config may hold several, of which one is the text model's. Old versions know no such configs.
+        text_config = getattr(model.config, "get_text_config", None)
+        self.config = text_config() if text_config else model.config
         self.num_hidden_layers, self.num_key_value_heads, self.head_dim = cache_shape(model, cache_argument)
         self.vocab_size = model.get_input_embeddings().num_embeddings
         # Without a table of positions (ALiBi) there is no limit.
