@@ -41,6 +41,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("step", steps, ids=[step.slug for step in steps], indirect=True, scope="session")
 
 
+def pytest_collection_modifyitems(items):
+    """The contract from the inside out: the first test that fails is then the one nearest to the fault."""
+    contract = ["test_slots.py", "test_steps.py", "test_out_of_blocks.py"]
+    items.sort(key=lambda item: contract.index(item.path.name) if item.path.name in contract else len(contract))
+
+
 @cache
 def functions_of(step) -> set[str]:
     tree = ast.parse(step.model_py.read_text(encoding="utf-8"))

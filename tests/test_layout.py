@@ -65,8 +65,9 @@ CHANGES = {
 }
 
 # Lines that `diff` marks, the first sentence of the docstring included, and lines of a whole model.py. A pair that
-# needs more has its own number here, with the reason.
-PART_ONE = {"changed lines": 40, "lines": 340}
+# needs more has its own number here, with the reason. About 320 lines are code; the rest of a part one file are
+# docstrings and errors worth reading.
+PART_ONE = {"changed lines": 40, "lines": 390}
 PART_TWO = {"changed lines": 150, "lines": 650}
 CHANGED_LINES = {
     # Single-request read and decode go, batched gather and decode come: both halves are needed to run at all.

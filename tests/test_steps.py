@@ -206,6 +206,7 @@ def test_one_request_ends_early(step, load_tiny):
     assert_idle(runner.cache)
 
 
+@pytest.mark.zoo
 def test_blocks_come_back_at_once(step, load_tiny):
     """From the last token of a request on, none of its blocks is in use, while the others still run."""
     model, limits = load_tiny(step), [4, 1, 12, 7]
@@ -225,6 +226,7 @@ def test_blocks_come_back_at_once(step, load_tiny):
     assert finished == {0, 1, 2, 3}
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("shape", [int, lambda t: [t], lambda t: {t, VOCAB_SIZE}, lambda t: (VOCAB_SIZE, t)])
 @pytest.mark.parametrize("place", [0, 1, 5], ids="token {}".format)
 def test_eos_ends_a_request(step, load_tiny, shape, place):
@@ -239,6 +241,7 @@ def test_eos_ends_a_request(step, load_tiny, shape, place):
     assert_idle(runner.cache)
 
 
+@pytest.mark.zoo
 def test_several_eos_tokens(step, load_tiny):
     """Each of several ids ends a request, token id 0 too."""
     prompts = [prompt(n, seed=10) for n in (5, 2, 9)]
@@ -249,6 +252,7 @@ def test_several_eos_tokens(step, load_tiny):
     assert step.generate(load_tiny(step, "qwen2"), prompts, 8, eos_token_id=sorted(stop)) == expected
 
 
+@pytest.mark.zoo
 def test_eos_token_zero(step, load_tiny):
     """Token id 0 is a token like any other."""
     model = step.build_model(KINDS["llama"].config(tie_word_embeddings=False))
@@ -260,6 +264,7 @@ def test_eos_token_zero(step, load_tiny):
 # --- on_token ---
 
 
+@pytest.mark.zoo
 def test_on_token_is_called_as_soon_as_a_token_is_chosen(step, load_tiny):
     """Every call of the model is followed by one token per row before the next call, and nothing is told twice."""
     model = load_tiny(step)
@@ -396,6 +401,7 @@ def test_a_request_of_the_caller_survives_generate(step, load_tiny):
 # --- what a call takes ---
 
 
+@pytest.mark.zoo
 def test_peak_blocks(step, load_tiny):
     """`num_blocks=None` is enough, and no request ever holds more blocks than its tokens fill."""
     model = load_tiny(step)
