@@ -18,8 +18,8 @@ PYTHON ?= $(shell .venv/bin/python -c "" 2>/dev/null && echo .venv/bin/python ||
 
 PY := .venv/bin/python
 # Only what was given is passed on; the commands have their own defaults.
-OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(if $(DTYPE),--dtype $(DTYPE)) \
-          $(if $(THREADS),--threads $(THREADS)) $(ARGS)
+OPTIONS = $(strip $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(if $(DTYPE),--dtype $(DTYPE)) \
+                  $(if $(THREADS),--threads $(THREADS)) $(ARGS))
 RUN_PY = $(firstword $(wildcard steps/$(STEP)/run.py steps/$(STEP)_*/run.py steps/0$(STEP)_*/run.py))
 STEPS = $(notdir $(patsubst %/,%,$(dir $(wildcard steps/[0-9]*/run.py))))
 

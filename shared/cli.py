@@ -237,6 +237,8 @@ class Run:
         progress = Progress(count * options.max_new_tokens)
         runner = None
         try:
+            # Twice two tokens that do not count: libraries set themselves up, and compilers compile, at the first call.
+            module.generate(model, [self.prompts[0][:1]] * 2, 2, block_size=options.block_size)
             runner = module.ModelRunner(model, num_blocks=self.num_blocks, block_size=options.block_size)
             self._start = self._last = time.perf_counter()
             for batch in batches:

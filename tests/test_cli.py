@@ -214,13 +214,13 @@ def test_interruption_keeps_what_was_produced(run, monkeypatch, stop, code):
     module = load_step(ONE)
     generate = module.generate
 
-    def interrupted(*arguments, on_token, **options):
+    def interrupted(*arguments, on_token=None, **options):
         def stop_at_the_second(index, token):
             on_token(index, token)
             if index == 1:
                 raise stop(143)
 
-        return generate(*arguments, on_token=stop_at_the_second, **options)
+        return generate(*arguments, on_token=on_token and stop_at_the_second, **options)
 
     monkeypatch.setattr(module, "generate", interrupted)
     got, out, _ = run(ONE, "--json", "--ignore-eos")
