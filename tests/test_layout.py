@@ -75,7 +75,8 @@ CHANGED_LINES = {
 }
 
 ALLOWED = {"torch", "transformers", "safetensors"}
-NUMBA_FROM = "07"
+# Kernels that are compiled work on numpy arrays.
+NUMBA_FROM, NUMBA = "07", {"numba", "numpy"}
 # Kernels for hardware most readers lack: files of their own, imported where they are used.
 OPTIONAL = {"triton", "flash_attn"}
 
@@ -292,7 +293,7 @@ def test_imports(rung):
     kernels = files.keys() - {"model"}
     assert all(name.startswith("kernels_") for name in kernels)
     assert not kernels or rung.number >= NUMBA_FROM
-    allowed = ALLOWED | sys.stdlib_module_names | ({"numba"} if rung.number >= NUMBA_FROM else set())
+    allowed = ALLOWED | sys.stdlib_module_names | (NUMBA if rung.number >= NUMBA_FROM else set())
     for name, path in files.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         here = allowed | kernels | (OPTIONAL if name in kernels else set())

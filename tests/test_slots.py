@@ -232,6 +232,38 @@ def test_gather_in_the_order_of_the_batch(step):
             assert_same(layer[1], expected[1])
 
 
+# --- attention through the block table ---
+
+
+@pytest.mark.having("paged_attention")
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (9, 8), (12, 64)])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_paged_attention_equals_dense_attention(step, block_size, num_heads, head_dim):
+    """Grouped queries over uneven histories in scattered blocks; what lies behind a history is NaN."""
+    seq_lens = [length for length in (1, block_size, block_size + 1, 3 * block_size + 2) if length <= 50]
+    generator = torch.Generator().manual_seed(block_size)
+    blocks = random.Random(block_size).sample(range(30), 30)
+    shape = (30, block_size, NUM_KV_HEADS, head_dim)
+    k_pool, v_pool = torch.full(shape, NAN), torch.full(shape, NAN)
+    q = torch.randn(len(seq_lens), num_heads, head_dim, generator=generator)
+    tables, expected = [], []
+    for b, seq_len in enumerate(seq_lens):
+        k, v = 2 * torch.randn(2, seq_len, NUM_KV_HEADS, head_dim, generator=generator)
+        tables.append([blocks.pop() for _ in range(-(-seq_len // block_size))])
+        for i, (block, slot) in enumerate(slots_of(tables[-1], block_size, 0, seq_len)):
+            k_pool[block, slot], v_pool[block, slot] = k[i], v[i]
+        k, v = (x.repeat_interleave(num_heads // NUM_KV_HEADS, dim=1) for x in (k, v))
+        weights = (torch.einsum("hd,shd->hs", q[b], k) * head_dim**-0.5).softmax(dim=-1)
+        expected.append(torch.einsum("hs,shd->hd", weights, v))
+    # Behind a short table stands the block of another request, or one that is no block at all.
+    width = max(map(len, tables)) + 1
+    for table, filler in zip(tables, (tables[-1][0], 0, blocks[0], 0)):
+        table.extend([filler] * (width - len(table)))
+    table, lengths = torch.tensor(tables, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32)
+    actual = step.paged_attention(q, k_pool, v_pool, table, lengths, head_dim**-0.5)
+    torch.testing.assert_close(actual, torch.stack(expected), rtol=0, atol=1e-5)
+
+
 # --- the cache around them ---
 
 
