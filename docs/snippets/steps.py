@@ -1,5 +1,7 @@
 """Small experiments with the steps' own functions, shown on the steps' pages."""
 
+from types import SimpleNamespace
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -146,3 +148,36 @@ cache.update(k, v, 0)
 for layer, (keys, values, *_) in enumerate(cache):  # works in every version; key_cache[l] and layers[l].keys do not
     assert layer == 0 and torch.equal(keys, k) and torch.equal(values, v)
 # --8<-- [end:read_back]
+
+# --8<-- [start:slot_mapping]
+config = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=3, head_dim=16)
+cache = step("06").PagedKVCache(config, num_blocks=8, block_size=4, dtype=torch.float32, device="cpu")
+cache.block_tables, cache.seq_lens = {"A": [5, 1, 3], "B": [6, 4]}, {"A": 10, "B": 6}
+cache.begin_step(["A", "B"], num_tokens=1)
+
+assert cache.slot_mapping.tolist() == [3 * 4 + 2, 4 * 4 + 2]  # position 10 of A, position 6 of B
+assert cache.slots[1].tolist() == [32] * 4 + [24, 25, 26, 27] + [16, 17, 18]  # padding; block 6; block 4
+assert cache.slots.dtype == torch.int64
+# --8<-- [end:slot_mapping]
+
+# --8<-- [start:slot_calls]
+config = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=3, head_dim=16)
+for requests, seq_len in ((2, 8), (8, 8), (8, 15)):
+    cache = step("06").PagedKVCache(config, num_blocks=40, block_size=4, dtype=torch.float32, device="cpu")
+    cache.block_tables = {r: [4 * r + i for i in range(4)] for r in range(requests)}
+    cache.seq_lens = dict.fromkeys(range(requests), seq_len)
+    cache.begin_step(list(range(requests)), num_tokens=1)
+    k, v = torch.randn(2, requests, 3, 1, 16)
+    with Calls() as calls:
+        cache.update(k, v, 0)
+    work = sorted(name for name in calls.names if name.startswith("index") or name == "cat")
+    assert work == ["index_copy_", "index_copy_", "index_select", "index_select"]  # any batch, any history
+# --8<-- [end:slot_calls]
+
+# --8<-- [start:zero_block]
+config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=3, head_dim=16)
+cache = step("06").PagedKVCache(config, num_blocks=8, block_size=4, dtype=torch.float32, device="cpu")
+cache.k_pools.fill_(torch.nan)  # every block that can be handed out
+k, v = step("06").read_slots(cache.padded_k_pools[0], cache.padded_v_pools[0], torch.tensor([[32, 20]]))
+assert (k[0, 0] == 0).all() and k[0, 1].isnan().all()  # slot 32 is padding's, slot 20 is block 5's first
+# --8<-- [end:zero_block]

@@ -145,24 +145,25 @@ def measure() -> dict:
 
 
 def one_line(text: str) -> str:
-    """Generated text as the content of a table cell: one line, nothing that Markdown would read."""
-    text = " ".join(text.split()).replace("|", "\\|")
+    """Generated text as one line, with nothing in it that Markdown would read."""
+    text = " ".join(text.split())
     return f"`{text.replace('`', chr(39))}`" if text else "(nothing)"
 
 
 def table(result: dict, way: str) -> str:
-    """One way's four rows as a Markdown table."""
+    """One way's four rows as a Markdown table, and the four answers as a list behind it."""
     mark = {True: "yes", False: "no"}
-    lines = [
-        "| mask | position ids | largest logit error | tokens right before the first wrong one | answer |",
-        "|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        if row["way"] == way:
-            lines.append(
-                f"| {mark[row['mask']]} | {mark[row['position_ids']]} | {row['logit_error']:.1e} "
-                f"| {row['equal_tokens']} of {result['new_tokens']} | {one_line(row['text'])} |"
-            )
+    rows = [row for row in result["rows"] if row["way"] == way]
+    lines = ["| mask | position ids | largest logit error | tokens before the first wrong one |", "|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {mark[row['mask']]} | {mark[row['position_ids']]} | {row['logit_error']:.1e} "
+            f"| {row['equal_tokens']} of {result['new_tokens']} |"
+        )
+    lines.append("")
+    for row in rows:
+        passed = [name for name, key in (("mask", "mask"), ("position ids", "position_ids")) if row[key]]
+        lines.append(f"- {' and '.join(passed) or 'neither'}: {one_line(row['text'])}")
     return "\n".join(lines)
 
 

@@ -393,6 +393,46 @@ def padding() -> Picture:
     return picture
 
 
+def flat(request: str, position: int) -> int:
+    """Flat slot id of a position of the example's request."""
+    block, slot = locate(request, position)
+    return block * BLOCK_SIZE + slot
+
+
+def slot_mapping() -> Picture:
+    """One number per slot; the step's writes and reads as index tensors shared by all layers."""
+    longest, zero = max(SEQ_LENS.values()) + 1, NUM_BLOCKS * BLOCK_SIZE
+    slots = {
+        r: [zero] * (longest - n - 1) + [flat(r, p) for p in range(n + 1)] for r, n in SEQ_LENS.items()
+    }  # the new token included
+    new = {r: flat(r, n) for r, n in SEQ_LENS.items()}
+    picture = Picture(
+        "slot_mapping",
+        540,
+        336,
+        "Flat slot ids, computed once per step",
+        f"The slots of the pool are numbered through; a further block, slots {zero} and on, is always zero. The slot "
+        f"mapping of the two new tokens: {list(new.values())}. Slots to read: "
+        + "; ".join(f"{r}: {ids}" for r, ids in slots.items()),
+    )
+    contents = {c: (str(c[0] * BLOCK_SIZE + c[1]), tone) for c, (_, tone) in example_pool().items()}
+    contents |= {locate(r, n): (str(new[r]), "new") for r, n in SEQ_LENS.items()}
+    picture.pool(0, 20, contents)
+    picture.row(0, 146, [zero, zero + 1, zero + 2, zero + 3], "pad")
+    picture.label(116, 164, "one block more, never given out, always zero", small=True)
+    picture.label(0, 210, "slot_mapping", bold=True)
+    picture.row(120, 192, list(new.values()), "new", step=36, width=36)
+    picture.label(206, 210, "one write for all requests", small=True)
+    picture.label(0, 262, "slots", bold=True)
+    picture.label(0, 282, "[B, S + T]", small=True)
+    for j, (r, ids) in enumerate(slots.items()):
+        tones = ["pad"] * (longest - SEQ_LENS[r] - 1) + [r] * SEQ_LENS[r] + ["new"]
+        picture.label(102, 258 + j * 30, r, bold=True)
+        picture.row(120, 240 + j * 30, ids, tones, step=36, width=36)
+    picture.label(120, 326, "one read for all requests; padding reads the zero block", small=True)
+    return picture
+
+
 PICTURES = (
     paged_kv,
     contiguous,
@@ -403,6 +443,7 @@ PICTURES = (
     vectorized_gather,
     dynamic_cache,
     padding,
+    slot_mapping,
 )
 
 
