@@ -40,6 +40,7 @@ class Page(HTMLParser):
         self.path, self.links, self.fetched, self.styles, self.ids = path, [], [], [], []
         self.images, self.headings, self.lang, self.pictures = [], [], None, []
         self.open: list[str] = []
+        self.unrendered: list[str] = []
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attrs):
@@ -79,6 +80,8 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.open and self.open[-1] == "style":
             self.styles.append(data)
+        elif not {"code", "pre", "script", "style"} & set(self.open):
+            self.unrendered += re.findall(r".{0,20}(?:`|\*\*|--8<--|\]\(|\[\^).{0,20}", data)
 
 
 @pytest.fixture(scope="session")
@@ -274,6 +277,11 @@ def test_pages_have_a_language_one_title_and_no_skipped_heading(site):
         assert page.headings.count("h1") == 1, f"{name}: {page.headings.count('h1')} first-level headings"
         levels = [int(tag[1]) for tag in page.headings]
         assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), f"{name}: {page.headings}"
+
+
+def test_no_markdown_is_left_unrendered(site):
+    for name, page in site.items():
+        assert not page.unrendered, f"{name}: {page.unrendered}"
 
 
 def test_ids_are_unique(site):
