@@ -120,6 +120,12 @@ def test_every_step_has_a_page_in_order(config):
     assert pages == [f"steps/{step.slug}.md" for step in list_steps(ROOT / "steps")]
 
 
+def test_the_home_page_lists_every_step(site, config):
+    linked = {link.strip("/") for link in site["index.html"].links}
+    missing = [name for name in nav_files(config.nav) if name.startswith("steps/") and name[:-3] not in linked]
+    assert not missing, f"docs/index.md does not link {missing}"
+
+
 def test_a_missing_snippet_or_section_fails_the_build(config):
     markdown = Markdown(extensions=config.markdown_extensions, extension_configs=config.mdx_configs)
     assert "SmolLM2" not in markdown.convert('--8<-- "LICENSE"')
