@@ -403,9 +403,15 @@ def test_a_request_of_the_caller_survives_generate(step, load_tiny):
 
 @pytest.mark.zoo
 def test_peak_blocks(step, load_tiny):
-    """`num_blocks=None` is enough, and no request ever holds more blocks than its tokens fill."""
+    """`num_blocks=None` is enough, no request ever holds more blocks than its tokens fill, and the peak stays known."""
     model = load_tiny(step)
-    for lengths, limits in (([6, 11, 3, 8], [4, 1, 12, 7]), ([4], [1]), ([4], [2]), ([8, 8], [5, 9])):
+    for lengths, limits in (
+        ([6, 11, 3, 8], [4, 1, 12, 7]),
+        ([4], [1]),
+        ([4], [2]),
+        ([8, 8], [5, 9]),
+        ([17, 2], [6, 3]),
+    ):
         prompts = [prompt(n, seed=20) for n in lengths]
         runner = step.ModelRunner(model, num_blocks=40, block_size=4)
         step.generate(model, prompts, limits, runner=runner)
