@@ -256,6 +256,8 @@ class Run:
                 f"the cache ran out of blocks: {error.needed} more needed, {error.free} of {self.num_blocks} free; "
                 "raise --num-blocks, or lower --batch-size or --max-new-tokens"
             )
+        except ValueError as error:  # what this step, or the chosen attention kernel, cannot do
+            return UserError(str(error).strip().splitlines()[0])
         except (torch.OutOfMemoryError, MemoryError):
             return UserError("out of memory: lower --num-blocks, --batch-size or --max-new-tokens")
         except RuntimeError as error:

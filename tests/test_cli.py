@@ -22,7 +22,7 @@ from shared.steps import Step, code_hash, find_step, list_steps, load_step
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = list_steps()
-ONE = STEPS[-1]  # where any step will do
+ONE = STEPS[:5][-1]  # where any step that runs prompts together will do
 FAST = ["--model", "tiny", "--max-new-tokens", "5", "--prompt", "hi", "--prompt", "a longer prompt than the first"]
 
 every_step = pytest.mark.parametrize("rung", STEPS, ids=lambda rung: rung.slug)
@@ -207,6 +207,14 @@ def test_out_of_blocks_keeps_what_was_produced(run, rung):
     assert document["peak_blocks"] <= 33
     assert err.count("\n") == 1 and "raise --num-blocks" in err and "of 33 free" in err
     assert document["error"] in err
+
+
+def test_what_the_step_cannot_do(run, monkeypatch):
+    def generate(*arguments, **options):
+        raise ValueError("no such kernel here: take another\nmore")
+
+    monkeypatch.setattr(load_step(ONE), "generate", generate)
+    assert run(ONE) == (2, [], "error: no such kernel here: take another\n")
 
 
 @pytest.mark.parametrize("stop, code", [(KeyboardInterrupt, 130), (SystemExit, 143)])
