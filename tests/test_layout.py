@@ -62,6 +62,40 @@ CHANGES = {
         "~ ModelRunner.prefill",
         "~ ModelRunner.decode_batch",
     ],
+    "06_slot_mapping -> 07_block_table_attention": [
+        "+ import functools",
+        "+ import importlib.util",
+        "+ import os",
+        "+ import sys",
+        "+ import numba",
+        "+ import numpy as np",
+        "+ from numba.core import event",
+        "+ paged_attention",
+        "+ reference_attention",
+        "+ compiled",
+        "+ CompileNotice",
+        "+ CompileNotice.__init__",
+        "+ CompileNotice.on_start",
+        "+ CompileNotice.on_end",
+        "+ TILE",
+        "+ attend",
+        "+ numba_attention",
+        "+ attention_beside",
+        "+ ATTENTION_KERNELS",
+        "+ chosen_kernel",
+        "+ obstacle",
+        "+ kernel_for",
+        "+ find_kernel",
+        "+ use_attention",
+        "~ PagedKVCache.__init__",
+        "~ PagedKVCache.begin_step",
+        "+ PagedKVCache.store",
+        "+ PagedKVCache.attend",
+        "~ PagedKVCache.update",
+        "+ PagedKVCache.left_padded_slots",
+        "~ Attention.forward",
+        "~ ModelRunner.decode_batch",
+    ],
 }
 
 # Lines that `diff` marks, the first sentence of the docstring included, and lines of a whole model.py. A pair that
@@ -72,6 +106,8 @@ PART_TWO = {"changed lines": 150, "lines": 650}
 CHANGED_LINES = {
     # Single-request read and decode go, batched gather and decode come: both halves are needed to run at all.
     "02_vectorized_write -> 03_naive_gather": 80,
+    # Almost all of it is new code in one place: the kernel, written twice (to be read, and to be fast), and its choice.
+    "06_slot_mapping -> 07_block_table_attention": 320,
 }
 
 ALLOWED = {"torch", "transformers", "safetensors"}
