@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -181,3 +182,44 @@ cache.k_pools.fill_(torch.nan)  # every block that can be handed out
 k, v = step("06").read_slots(cache.padded_k_pools[0], cache.padded_v_pools[0], torch.tensor([[32, 20]]))
 assert (k[0, 0] == 0).all() and k[0, 1].isnan().all()  # slot 32 is padding's, slot 20 is block 5's first
 # --8<-- [end:zero_block]
+
+# --8<-- [start:online_softmax]
+scores, values = torch.randn(10), torch.randn(10, 16)
+top, total, summed = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(16)
+for block in (slice(0, 4), slice(4, 8), slice(8, 10)):  # blocks of four; the last holds two tokens
+    new_top = torch.maximum(top, scores[block].max())
+    weights, shrink = (scores[block] - new_top).exp(), (top - new_top).exp()
+    total, summed = total * shrink + weights.sum(), summed * shrink + weights @ values[block]
+    top = new_top
+assert torch.allclose(summed / total, scores.softmax(0) @ values)  # the softmax over all ten at once
+# --8<-- [end:online_softmax]
+
+# --8<-- [start:paged_attention]
+k_pool, v_pool = pools()  # NaN wherever nobody writes
+tables, seq_lens = torch.tensor([[5, 1, 3], [6, 4, 7]], dtype=torch.int32), torch.tensor([10, 6], dtype=torch.int32)
+q, scale = torch.randn(2, 9, 16), 16**-0.5  # nine query heads share three key/value heads
+expected = []
+for b, length in enumerate(seq_lens.tolist()):
+    k, v = torch.randn(2, length, 3, 16)
+    step("01").write_kv_to_pool(k_pool, v_pool, k, v, tables[b].tolist(), 0)
+    dense = (x.transpose(0, 1)[None] for x in (k, v))
+    expected.append(F.scaled_dot_product_attention(q[b][None, :, None], *dense, scale=scale, enable_gqa=True)[0, :, 0])
+
+for name in ("reference", "numba"):
+    attention = step("07").find_kernel(name, k_pool)
+    out = attention(q, k_pool, v_pool, tables, seq_lens, scale)
+    assert torch.allclose(out, torch.stack(expected), atol=1e-5)
+# --8<-- [end:paged_attention]
+
+# --8<-- [start:rule_of_256]
+config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=1, head_dim=1)
+lengths = [37, 42, 36, 44, 58, 52, 79, 110]  # tokens of eight short requests
+reserved = {}
+for block_size in (16, 64, 256):
+    cache = step("07").PagedKVCache(config, 2048 // block_size, block_size, dtype=torch.float32, device="cpu")
+    for request, length in enumerate(lengths):
+        cache.reserve(request, length)
+    reserved[block_size] = cache.peak_blocks * block_size
+assert sum(lengths) == 458
+assert reserved == {16: 512, 64: 640, 256: 2048}  # slots taken for these 458 tokens
+# --8<-- [end:rule_of_256]

@@ -433,6 +433,67 @@ def slot_mapping() -> Picture:
     return picture
 
 
+def block_attention() -> Picture:
+    """Attention goes through the blocks in table order and keeps three running values."""
+    picture = Picture(
+        "block_attention",
+        540,
+        318,
+        "Attention reads the blocks where they lie",
+        "Request A's query meets the keys of blocks 5, 1 and 3 in this order. After each block three values are kept: "
+        "the largest score, the sum of the weights and the weighted sum of the values. The last block holds two tokens "
+        "of A; what stands behind them is not read. At the end the weighted sum is divided by the sum of weights.",
+    )
+    picture.label(0, 18, "the pool", bold=True)
+    picture.pool(0, 42, {c: v for c, v in example_pool().items() if v[1] == "A"}, names_below=True)
+    picture.label(0, 184, "q of A", bold=True)
+    picture.cell(56, 166, "q", "new", 44)
+    x = 118
+    for i, block in enumerate(TABLES["A"]):
+        tokens = min(BLOCK_SIZE, SEQ_LENS["A"] - i * BLOCK_SIZE)
+        picture.cell(x, 166, f"block {block}", "A", 92)
+        picture.label(x + 46, 208, f"{tokens} tokens", "middle", small=True)
+        picture.flow(x - 16, 179, x - 3, "none")
+        picture.cell(x, 222, "max, Σ, Σ·v", "none", 92)
+        picture.arrow(x + 46, 212, x + 46, 220, "none")
+        if i:
+            picture.flow(x - 16, 235, x - 3, "none")
+        x += 110
+    picture.flow(x - 16, 235, x + 4, "none")
+    picture.cell(x + 8, 222, "Σ·v / Σ", "new", 76)
+    picture.label(0, 238, "kept so far", bold=True)
+    picture.label(0, 282, "Nothing is copied: each key and each value is read once, in its place.", small=True)
+    picture.label(
+        0, 304, "A larger maximum makes the old sums smaller by the same factor (online softmax).", small=True
+    )
+    return picture
+
+
+def moved() -> Picture:
+    """What moves in memory in one decode step, for one history of K and V."""
+    picture = Picture(
+        "moved",
+        540,
+        206,
+        "How often a history moves in one decode step",
+        "Each bar is one pass over the whole history. Step 04: read the pool, write the dense tensor, then read and "
+        "write it to append, then read it in attention: five. Step 05: seven. Step 06: three. Step 07: one.",
+    )
+    passes = [
+        ("04", ["read", "write", "read", "write", "read"]),
+        ("05", ["read", "write", "read", "write", "read", "write", "read"]),
+        ("06", ["read", "write", "read"]),
+        ("07", ["read"]),
+    ]
+    for i, (number, bars) in enumerate(passes):
+        y = 10 + i * 42
+        picture.label(0, y + 18, f"step {number}", bold=True)
+        for j, bar in enumerate(bars):
+            picture.cell(70 + j * 66, y, bar, "B" if bar == "write" else "A", 60)
+    picture.label(70, 192, "the last read of each row is attention itself", small=True)
+    return picture
+
+
 PICTURES = (
     paged_kv,
     contiguous,
@@ -444,6 +505,8 @@ PICTURES = (
     dynamic_cache,
     padding,
     slot_mapping,
+    block_attention,
+    moved,
 )
 
 
