@@ -26,11 +26,11 @@ def cache_step() -> Step:
     return next(step for step in list_steps() if "DynamicCache" in step.model_py.read_text(encoding="utf-8"))
 
 
-def one_round(module, pools: tuple, tables: list[list[int]], history: int, token, target: list) -> dict[str, float]:
+def one_round(module, pools: tuple, tables: list[list[int]], history: int, token) -> dict[str, float]:
     """Milliseconds of each part of a decode step's traffic over all layers, in the order in which it comes.
 
-    pools: k and v [L, N, P, K, D]; token [B, K, 1, D] stands for the new k and v of every layer; target: per layer
-    (k, v), each [B, K, S, D], for a copy that does nothing but copy.
+    pools: k and v [L, N, P, K, D]; token [B, K, 1, D] stands for the new k and v of every layer. Every part leaves its
+    result in memory that is new, as in a step.
     """
     import torch
     from transformers import DynamicCache
@@ -51,10 +51,9 @@ def one_round(module, pools: tuple, tables: list[list[int]], history: int, token
     laps.append(time.perf_counter())
     del present
     laps.append(time.perf_counter())
-    for (k_to, v_to), (k, v) in zip(target, dense):
-        k_to.copy_(k)
-        v_to.copy_(v)
+    copies = [(k.clone(), v.clone()) for k, v in dense]
     laps.append(time.perf_counter())
+    del copies
     times = [1e3 * (end - start) for start, end in pairwise(laps)]
     return {part: ms for part, ms in zip(PARTS, times) if part}
 
@@ -78,10 +77,8 @@ def measure(threads: int) -> dict:
         order = random.Random(0).sample(range(blocks), blocks)
         tables = [order[request::BATCH] for request in range(BATCH)]
         pools = torch.randn(2, config.num_hidden_layers, blocks, BLOCK_SIZE, heads, head_dim).unbind()
-        shape = (BATCH, heads, history, head_dim)
-        target = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_hidden_layers)]
         with torch.inference_mode():
-            rounds = [one_round(module, pools, tables, history, token, target) for _ in range(ROUNDS + 1)][1:]
+            rounds = [one_round(module, pools, tables, history, token) for _ in range(ROUNDS + 1)][1:]
         common = {"history": history, "batch": BATCH, "bytes": sum(pool.nbytes for pool in pools)}
         common |= {"step": step.slug, "code_hash": code_hash(step)}
         rows += [{"part": part, **common, "samples_ms": [times[part] for times in rounds]} for part in rounds[0]]

@@ -81,10 +81,11 @@ def trace(attempt: Callable, *arguments) -> list[str]:
     except (RuntimeError, Warning) as error:
         lines = []
         for frame in traceback.extract_tb(error.__traceback__):
-            ours = frame.filename == __file__ and frame.name == attempt.__name__
-            if ours or ("/transformers/" in frame.filename and "logging" not in frame.filename):
-                source = linecache.getline(frame.filename, frame.lineno).strip()
-                lines += [f"{place(frame.filename, frame.lineno)}, in {frame.name}", f"    {source}"]
+            source = "    " + linecache.getline(frame.filename, frame.lineno).strip()
+            if frame.filename == __file__ and frame.name == attempt.__name__:
+                lines += [f"in {frame.name}", source]
+            elif "/transformers/" in frame.filename and "logging" not in frame.filename:
+                lines += [f"{place(frame.filename, frame.lineno)}, in {frame.name}", source]
         return [*lines, f"{type(error).__name__}: {error}"]
     return ["(nothing)"]
 
@@ -112,7 +113,7 @@ def show(found: dict[str, dict[str, list[str]]]) -> None:
             print("".join(f"    {line}\n" for line in lines), end="")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     from shared.compat import VERSIONS
     from shared.errors import plain_errors
 
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument(
         "version", nargs="?", choices=VERSIONS, help="of transformers (default: the one in this environment)"
     )
-    version = parser.parse_args().version
+    version = parser.parse_args(argv).version
     with plain_errors():
         if version not in (None, transformers.__version__):
             from shared.compat.environments import run_in

@@ -19,7 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Confi
 from shared.compat import hunt
 from shared.compat.watch import messages
 from shared.engine import TransformersModel
-from shared.steps import list_steps, load_step
+from shared.steps import Step, code_hash, list_steps, load_step
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
 PROMPT, TOKEN, NEIGHBOUR = [11, 3, 42], 17, [7, 29, 60, 5, 81, 2, 33]
@@ -209,7 +209,7 @@ def pad_error(model, given: tuple[str, ...], phase: str) -> dict:
 # ---- the steps, around this version's own models
 
 
-def compared_steps() -> list:
+def compared_steps() -> list[Step]:
     """The steps up to the first that hands the model a DynamicCache: those after it are for today's versions only."""
     steps = []
     for step in list_steps():
@@ -219,7 +219,7 @@ def compared_steps() -> list:
     return steps
 
 
-def try_step(step, model) -> dict:
+def try_step(step: Step, model) -> dict:
     """Whether the step generates the tokens that the model gives without any cache, and every message on the way.
 
     After an error: what transformers raised, and what is `shown` to the user of `--engine transformers` instead.
@@ -261,17 +261,18 @@ def probe(family: str) -> dict:
     }
 
 
-def main() -> None:
+def everything() -> dict:
+    """What results/compat/VERSION.json holds."""
     torch.set_num_threads(1)
-    result = {
+    return {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "code_hashes": {step.slug: code_hash(step) for step in compared_steps()},
         "families": {family: probe(family) for family in FAMILIES},
         "hunt": hunt.record(random_model("llama"), PROMPT, TOKEN),
     }
-    json.dump(result, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":
-    main()
+    json.dump(everything(), sys.stdout, indent=1)
