@@ -3,7 +3,6 @@
     python -m shared.docs.claims                 the names of the checks
     python -m shared.docs.claims NAME            one check: runs it and prints what came out
     python -m shared.docs.claims --measure       all of them, into results/claims.json
-    python -m shared.docs.claims --measure --also PYTHON    the hunt for the warning under another transformers, too
 
 What the checks print is the same on every machine (counts, bits, names; no times), so that a test can compare it.
 """
@@ -13,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +23,6 @@ from shared.errors import UserError, plain_errors
 from shared.steps import ROOT, list_steps, load_step
 
 RESULTS = ROOT / "results" / "claims.json"
-HUNT = Path(__file__).with_name("warning_hunt.py")
 CHECKS: dict[str, Callable[[], list[str]]] = {}
 
 
@@ -225,63 +221,25 @@ def gap() -> list[str]:
     ]
 
 
-def hunt(python: str) -> dict:
-    """The report of warning_hunt.py under an interpreter."""
-    done = subprocess.run([python, str(HUNT)], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{python} could not run {HUNT.name}: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout)
-
-
-def describe_hunt(report: dict) -> list[str]:
-    """The hunt's report in a few lines; of a message, the words up to its first full stop."""
-
-    def outcome(result):
-        ends = f"raises {result['raises']}" if "raises" in result else f"returns {result['returns']}"
-        messages = [f"logged “{m.split('. ')[0]}”" for m in result["logged"]]
-        messages += [f"warned “{m.split('. ')[0]}”" for m in result["warned"]]
-        return f"{ends}; {'; '.join(messages) or 'silent'}"
-
-    keys = ("prefill with -W error", "prefill with a log handler that raises")
-    return [
-        f"transformers {report['transformers']}",
-        *(f"  {name}: {outcome(result)}" for name, result in report["calls"].items()),
-        *(f"  {key}: {outcome(report[key])}" for key in keys),
-        f"  DynamicCache has key_cache: {report['DynamicCache.key_cache']}, layers: {report['DynamicCache.layers']}",
-    ]
-
-
-@check
-def warning() -> list[str]:
-    """Which call complains about the cache's format, under the transformers that is installed here."""
-    return describe_hunt(hunt(sys.executable))
-
-
 def run_all() -> dict[str, list[str]]:
     return {name: function() for name, function in CHECKS.items()}
 
 
-def measure(also: list[str]) -> dict:
-    """All checks here, and the hunt under the interpreters in `also`; hunts of other versions are kept."""
+def measure() -> dict:
+    """What every check prints here."""
     import transformers
 
-    old = json.loads(RESULTS.read_text(encoding="utf-8"))["hunts"] if RESULTS.is_file() else {}
-    hunts = old | {report["transformers"]: report for report in map(hunt, [sys.executable, *also])}
-    return {
-        "environment": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "checks": run_all(),
-        "hunts": {version: hunts[version] for version in sorted(hunts)},
-    }
+    environment = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"environment": environment, "checks": run_all()}
 
 
 def render(path: Path = RESULTS) -> dict[str, str]:
-    """What each check printed, as a fragment under docs/generated; the hunt with every version that was measured."""
-    if not path.is_file():
-        return {f"claims/{name}.md": "Not run yet.\n" for name in (*CHECKS, "hunts")}
-    result = json.loads(path.read_text(encoding="utf-8"))
-    blocks = {name: lines for name, lines in result["checks"].items() if name in CHECKS}
-    blocks["hunts"] = [line for report in result["hunts"].values() for line in describe_hunt(report)]
-    return {f"claims/{name}.md": "```text\n" + "\n".join(lines) + "\n```\n" for name, lines in blocks.items()}
+    """What each check printed, as a fragment under docs/generated."""
+    shown = json.loads(path.read_text(encoding="utf-8"))["checks"] if path.is_file() else {}
+    return {
+        f"claims/{name}.md": "```text\n" + "\n".join(shown[name]) + "\n```\n" if name in shown else "Not run yet.\n"
+        for name in CHECKS
+    }
 
 
 @plain_errors()
@@ -296,7 +254,7 @@ def main() -> None:
     if options.measure:
         RESULTS.parent.mkdir(exist_ok=True)
         new = RESULTS.with_suffix(".json.new")
-        new.write_text(json.dumps(measure(options.also), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(measure(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         os.replace(new, RESULTS)
     elif options.name is None:
         for name, function in CHECKS.items():
