@@ -494,6 +494,34 @@ def moved() -> Picture:
     return picture
 
 
+def thin_matmul() -> Picture:
+    """A thin product: few rows against a whole weight matrix, whose rows pass by once."""
+    picture = Picture(
+        "thin_matmul",
+        540,
+        250,
+        "Every weight is read once, for all rows",
+        "Left: the inputs of eight requests, eight rows. Right: a weight matrix with a row for each output feature. "
+        "One row of the weight is loaded and multiplied with all eight inputs before the next is loaded.",
+    )
+    picture.label(0, 18, "x [rows, in]", bold=True)
+    for i in range(8):
+        picture.row(0, 30 + i * 20, [""] * 6, "new", step=22, width=22, height=18)
+    picture.label(172, 114, "×", "middle", bold=True)
+    picture.label(200, 18, "weight [out, in]", bold=True)
+    for i in range(8):
+        picture.row(200, 30 + i * 20, [""] * 6, "hot" if i == 2 else "A", step=22, width=22, height=18)
+    picture.flow(338, 79, 368, "hot")
+    picture.label(376, 18, "y [rows, out]", bold=True)
+    for i in range(8):
+        picture.row(376, 30 + i * 20, [""] * 8, ["none"] * 2 + ["hot"] + ["none"] * 5, step=19, width=19, height=18)
+    picture.label(
+        0, 216, "The row of weights in pink is loaded from memory once and serves all eight rows of x:", small=True
+    )
+    picture.label(0, 236, "it gives one column of y. The weights are large, x and y stay in the cache.", small=True)
+    return picture
+
+
 PICTURES = (
     paged_kv,
     contiguous,
@@ -507,6 +535,7 @@ PICTURES = (
     slot_mapping,
     block_attention,
     moved,
+    thin_matmul,
 )
 
 
