@@ -10,8 +10,8 @@ from shared.bench.subjects import BaselineSubject, StepSubject
 from shared.opcount import Law, count_ops, find_law
 from shared.steps import find_step
 
-# What the number of operators grows with, by step: the tutorial in one table. L layers, B requests, T tokens of a write,
-# S tokens of history, N blocks. A step that is not listed is a new one: say here what it claims.
+# What the number of operators grows with, by step: the tutorial in one table. L layers, B requests, T tokens of a
+# write, S tokens of history, N blocks. A step that is not listed is a new one: say here what it claims.
 GROWS_WITH = {
     "01_naive_write": {"write": {"T"}, "gather": {"L", "B", "N"}, "decode_step": {"L", "B", "N"}},
     "02_vectorized_write": {"write": set(), "gather": {"L", "B", "N"}, "decode_step": {"L", "B", "N"}},

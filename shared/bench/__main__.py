@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> None:
     suites = tuple(options.suites or plans.SUITES)
     if unknown := set(suites) - set(plans.SUITES):
         raise UserError(f"no suite {sorted(unknown)[0]!r}: there are {', '.join(plans.SUITES)}")
-    plan = dataclasses.replace(plan, steps=sorted(steps, key=lambda step: step.slug), suites=suites)
+    plan = dataclasses.replace(plan, steps=tuple(sorted(steps, key=lambda step: step.slug)), suites=suites)
     prompts = encode_all(options.model)
     env = record.environment(plan.kind, options.model, options.device, options.dtype, options.threads)
     env |= {"model_argument": options.model, "prompts": record.digest(prompts)}
@@ -107,7 +107,7 @@ def publish(options: argparse.Namespace) -> None:
     if not source.exists():
         raise UserError(f"{_shown(source)} does not exist: run `make bench-full` first")
     results = record.load(source)
-    plan = dataclasses.replace(plans.full(), steps=list_steps())
+    plan = dataclasses.replace(plans.full(), steps=tuple(list_steps()))
     hashes = code_hashes(plan)
     current = {record.key(row) for row in results["rows"] if row["code_hash"] == hash_of(row["variant"], hashes)}
     lacking = [key for key in plans.expected_keys(plan) if key not in current]

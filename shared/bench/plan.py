@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cache
 
 from shared.bench.workloads import Workload, chat, mixed, with_history
 from shared.steps import Step
@@ -40,7 +41,7 @@ class Plan:
     matmul_rows: tuple[int, ...]
     left_out: str
     suites: tuple[str, ...] = SUITES
-    steps: list[Step] = field(default_factory=list)
+    steps: tuple[Step, ...] = ()
 
     @property
     def variants(self) -> list[str]:
@@ -109,7 +110,8 @@ def needs_calibration(plan: Plan) -> bool:
     return bool({"decode_step", "write", "gather"} & set(plan.suites))
 
 
-def introducing(steps: list[Step], functions: tuple[str, ...]) -> list[str]:
+@cache
+def introducing(steps: tuple[Step, ...], functions: tuple[str, ...]) -> list[str]:
     """Slugs of the steps in which one of these functions appears or changes; elsewhere it would be measured again."""
     found, before = [], {}
     for step in steps:
@@ -120,6 +122,7 @@ def introducing(steps: list[Step], functions: tuple[str, ...]) -> list[str]:
     return found
 
 
+@cache
 def _functions(step: Step) -> dict[str, str]:
     tree = ast.parse(step.model_py.read_text(encoding="utf-8"))
     for node in ast.walk(tree):

@@ -21,7 +21,7 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 def build(results_dir: Path) -> dict[str, bytes]:
     """All generated files by their name below docs/generated/."""
     import shared.docs
-    from shared.report import data, pages, plots, tables
+    from shared.report import data, pages, tables
 
     steps = list_steps()
     report = data.load(results_dir, steps)
@@ -45,6 +45,23 @@ def build(results_dir: Path) -> dict[str, bytes]:
         "readme": tables.readme,
     }
     files = {f"{name}.md": make(report).encode() for name, make in fragments.items()}
+    files |= draw_all(report)
+    for before, step in zip([None, *steps], steps):
+        files[f"steps/{step.slug}.bench.md"] = pages.bench(report, step, before).encode()
+        files[f"steps/{step.slug}.counts.md"] = pages.counts(report, step, before).encode()
+        files[f"steps/{step.slug}.diff.md"] = pages.diff(step, before).encode()
+    for module in pkgutil.iter_modules(shared.docs.__path__):
+        render = getattr(importlib.import_module(f"shared.docs.{module.name}"), "render", None)
+        for name, text in render().items() if render else ():
+            files[name] = text.encode()
+    return files
+
+
+def draw_all(report) -> dict[str, bytes]:
+    """The plots, each in a light and a dark version."""
+    from shared.report import plots
+
+    files = {}
     tall = 0.8 + 0.42 * len(report.variants)
     pictures = {
         "ladder": (plots.ladder(report.variants), tall),
@@ -61,14 +78,6 @@ def build(results_dir: Path) -> dict[str, bytes]:
     for name, (paint, height) in pictures.items():
         for theme, svg in plots.draw(paint, report, height).items():
             files[f"{name}.{theme}.svg"] = svg
-    for before, step in zip([None, *steps], steps):
-        files[f"steps/{step.slug}.bench.md"] = pages.bench(report, step, before).encode()
-        files[f"steps/{step.slug}.counts.md"] = pages.counts(report, step, before).encode()
-        files[f"steps/{step.slug}.diff.md"] = pages.diff(step, before).encode()
-    for module in pkgutil.iter_modules(shared.docs.__path__):
-        render = getattr(importlib.import_module(f"shared.docs.{module.name}"), "render", None)
-        for name, text in render().items() if render else ():
-            files[name] = text.encode()
     return files
 
 
