@@ -79,7 +79,8 @@ def test_oldest_hunt_finds_prefill(oldest):
 
 def test_oldest_shares_torch_and_nothing_else(oldest):
     python = environments.python_of(VERSIONS[0])
-    code = "from importlib.util import find_spec; print(*(find_spec(n).origin for n in ('torch', 'numpy', 'transformers')))"
+    names = "('torch', 'numpy', 'transformers')"
+    code = f"from importlib.util import find_spec as find; print(*(find(name).origin for name in {names}))"
     torch_py, *others = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert torch_py.startswith(str(environments.TORCH))
     assert all(path.startswith(str(environments.FOLDER / VERSIONS[0])) for path in others)
