@@ -179,7 +179,9 @@ def load_model(module, engine: str, folder: Path, device: str, dtype: str):
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        raise UserError(f"no device is called {device!r}: give cpu, cuda, cuda:1 or mps") from None
+        kind = None
+    if kind not in ("cpu", "cuda", "mps"):
+        raise UserError(f"no device is called {device!r}: give cpu, cuda, cuda:1 or mps")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"no CUDA device that torch {torch.__version__} can use: run with --device cpu, or install its CUDA build"

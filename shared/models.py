@@ -61,10 +61,10 @@ def resolve_model(name: str) -> Path:
     if name.startswith("shape:"):
         raise UserError(f"{name} is an architecture without weights: only the benchmark can use it")
     folder = Path(name).expanduser()
-    if folder.exists():
+    if os.path.exists(folder):  # Path.exists() raises where a name is longer than a file's may be
         return _checked(folder)
     # `models/x` is a mistyped folder where models/ exists, and a hub id anywhere else.
-    if HUB_ID.fullmatch(name) and not folder.parent.exists():
+    if HUB_ID.fullmatch(name) and not os.path.exists(folder.parent):
         return _checked(_download(name))
     raise UserError(f"no model folder {name!r}: give {', '.join(PREPARED)}, a folder, or a hub id such as owner/name")
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, DynamicCache, LlamaConfig
@@ -240,8 +239,8 @@ def load_model(path, device="cpu", dtype=torch.float32):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for file in files:
             weights |= {name: w.to(dtype) for name, w in load_file(file, device=str(device)).items()}
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder} is damaged or of an unknown kind: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # transformers and safetensors raise many kinds, in many lines
+        raise ValueError(f"{folder} is damaged or of an unknown kind: {' '.join(str(error).split())[:200]}") from None
     check_config(config)
     with torch.device("meta"):
         model = Decoder(config)
