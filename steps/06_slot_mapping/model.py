@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, Cache, LlamaConfig
@@ -75,7 +74,8 @@ class PagedKVCache(Cache):
             self.reserve(request_id, num_tokens)
         self.request_ids, self.num_tokens = request_ids, num_tokens
         self.max_len = max(self.seq_lens[r] for r in request_ids)
-        tables = nn.utils.rnn.pad_sequence([torch.tensor(self.block_tables[r]) for r in request_ids], batch_first=True)
+        tables = [self.block_tables[r] for r in request_ids]
+        tables = torch.tensor([table + [0] * (max(map(len, tables)) - len(table)) for table in tables])
         padding = self.max_len - torch.tensor([self.seq_lens[r] for r in request_ids])[:, None]
         positions = torch.arange(self.max_len + num_tokens) - padding
         blocks = tables.gather(1, positions.clamp(min=0) // self.block_size)
@@ -247,8 +247,8 @@ def load_model(path, device="cpu", dtype=torch.float32):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for file in files:
             weights |= {name: w.to(dtype) for name, w in load_file(file, device=str(device)).items()}
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder} is damaged or of an unknown kind: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # transformers and safetensors raise many kinds, in many lines
+        raise ValueError(f"{folder} is damaged or of an unknown kind: {' '.join(str(error).split())[:200]}") from None
     check_config(config)
     with torch.device("meta"):
         model = Decoder(config)

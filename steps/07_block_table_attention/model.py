@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numba.core import event
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, Cache, LlamaConfig
@@ -72,8 +71,8 @@ def reference_attention(q, k_pool, v_pool, block_tables, seq_lens, scale):
     return out
 
 
-def compiled(signature):
-    """Compile the decorated function for these argument types at once, or take what an earlier process compiled."""
+def compiled(signature, parallel=True):
+    """Compile the decorated function for these types at once, or take what an earlier process compiled."""
 
     def compile_now(function):
         # The code kept on disk names the module it is from; "__main__" exists whatever name this file is loaded under.
@@ -81,7 +80,7 @@ def compiled(signature):
         with event.install_listener("numba:compile", CompileNotice(function.__name__)):
             # fastmath may reorder sums, but not assume that there is no infinity or NaN.
             return numba.njit(
-                signature, parallel=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}
+                signature, parallel=parallel, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}
             )(function)
 
     return compile_now
@@ -105,19 +104,17 @@ class CompileNotice(event.Listener):
 TILE = 64  # tokens whose weights are worked out together
 
 
-@compiled(
-    "(f4[:, :, ::1], f4[:, :, :, ::1], f4[:, :, :, ::1], i4[:, ::1], i4[::1], f4, f4[:, :, :, ::1], f4[:, :, ::1], "
-    "f4[:, :, ::1], f4[:, :, ::1])"
-)
-def attend(q, k_pool, v_pool, block_tables, seq_lens, scale, summed, top, total, out):
-    """paged_attention into out. Each of len(summed) threads takes an equal share of all requests' tokens.
+@compiled("f4[:, :, ::1](f4[:, :, ::1], f4[:, :, :, ::1], f4[:, :, :, ::1], i4[:, ::1], i4[::1], f4, i8)")
+def attend(q, k_pool, v_pool, block_tables, seq_lens, scale, num_threads):
+    """paged_attention on arrays. Each of num_threads takes an equal share of all requests' tokens.
 
-    Thread t leaves what it found about request b in summed [threads, B, H, D], top and total [threads, B, H]. Within a
-    tile it walks along four stretches at once: memory delivers four streams faster than one.
+    Within a tile it walks along four stretches at once: memory delivers four streams faster than one.
     """
-    num_threads, B, H, D = summed.shape
+    B, H, D = q.shape
     block_size, num_kv_heads = k_pool.shape[1:3]
     group = H // num_kv_heads
+    summed, out = np.empty((num_threads, B, H, D), np.float32), np.empty((B, H, D), np.float32)
+    top, total = np.empty((num_threads, B, H), np.float32), np.empty((num_threads, B, H), np.float32)
     all_tokens = 0
     for b in range(B):
         all_tokens += seq_lens[b]
@@ -190,18 +187,15 @@ def attend(q, k_pool, v_pool, block_tables, seq_lens, scale, summed, top, total,
                     out[b, h, d] += shrink * summed[t, b, h, d]
             for d in range(D):
                 out[b, h, d] /= weight_sum
+    return out
 
 
 def numba_attention(q, k_pool, v_pool, block_tables, seq_lens, scale):
     """paged_attention on the CPU in float32, on as many threads as torch has."""
     num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(num_threads)
-    summed, top, total = q.new_empty(num_threads, *q.shape), *q.new_empty(2, num_threads, *q.shape[:2])
-    out = q.new_empty(q.shape)
-    pools = k_pool.numpy(), v_pool.numpy()
-    results = summed.numpy(), top.numpy(), total.numpy(), out.numpy()
-    attend(q.contiguous().numpy(), *pools, block_tables.numpy(), seq_lens.numpy(), np.float32(scale), *results)
-    return out
+    arrays = (tensor.numpy() for tensor in (q.contiguous(), k_pool, v_pool, block_tables, seq_lens))
+    return torch.from_numpy(attend(*arrays, scale, num_threads))
 
 
 @functools.cache
@@ -311,7 +305,8 @@ class PagedKVCache(Cache):
             self.reserve(request_id, num_tokens)
         self.request_ids, self.num_tokens, self.dense_slots = request_ids, num_tokens, None
         self.max_len = max(self.seq_lens[r] for r in request_ids)
-        tables = nn.utils.rnn.pad_sequence([torch.tensor(self.block_tables[r]) for r in request_ids], batch_first=True)
+        tables = [self.block_tables[r] for r in request_ids]
+        tables = torch.tensor([table + [0] * (max(map(len, tables)) - len(table)) for table in tables])
         seq_lens = torch.tensor([self.seq_lens[r] for r in request_ids])
         positions = seq_lens[:, None] + torch.arange(num_tokens)
         slots = tables.gather(1, positions // self.block_size) * self.block_size + positions % self.block_size
@@ -510,8 +505,8 @@ def load_model(path, device="cpu", dtype=torch.float32):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for file in files:
             weights |= {name: w.to(dtype) for name, w in load_file(file, device=str(device)).items()}
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder} is damaged or of an unknown kind: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # transformers and safetensors raise many kinds, in many lines
+        raise ValueError(f"{folder} is damaged or of an unknown kind: {' '.join(str(error).split())[:200]}") from None
     check_config(config)
     with torch.device("meta"):
         model = Decoder(config)
