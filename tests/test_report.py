@@ -11,6 +11,7 @@ import pytest
 
 from shared.bench import plan
 from shared.errors import UserError
+from shared.report import __main__ as report_command
 from shared.report import data, plots, tables
 from shared.report.__main__ import BEGIN, END, build, draw_all, main, with_table
 from shared.steps import list_steps
@@ -95,7 +96,17 @@ def made_up_rows():
         for n in (1, 2, 4, 8, 16):
             add("matmul", variant, "weights", n, ms=10.0 + i, gb_per_s=4.0 + i + n)
     add("calibration", "machine", "machine", 1, t0_us=1.25, copy_gb_per_s=20.0, read_gb_per_s=17.0)
-    add("peers", "Engine A", "chat", 8, tokens_per_s=300.0, x_transformers=1.4, tokens_equal=True, version="1.0")
+    add(
+        "peers",
+        "Engine A",
+        "chat",
+        8,
+        tokens_per_s=300.0,
+        x_transformers=1.4,
+        tokens_equal=True,
+        wrong=False,
+        version="1.0",
+    )
     add("peers", "Engine B", "chat", 8, not_measured="needs a GPU")
     return rows
 
@@ -229,7 +240,8 @@ def test_readme_table_lies_between_its_markers(files):
             with_table(broken, table)
 
 
-def test_check_names_what_is_stale(full, tmp_path, capsys):
+def test_check_names_what_is_stale(full, files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report_command, "build", lambda folder: dict(files))
     out = tmp_path / "out"
     arguments = ["--results", str(full), "--out", str(out)]
     main(arguments)

@@ -38,6 +38,12 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default=DEFAULT_MODEL, help=f"name, folder, hub id or shape:NAME (default {DEFAULT_MODEL})")
     add("--device", default="cpu", help="cpu or cuda")
     add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    add(
+        "--engine",
+        choices=("own", "transformers"),
+        default="own",
+        help="whose decoder the steps drive: their own, or transformers' (end to end and decode steps only)",
+    )
     add("--threads", type=int, default=None, help="CPU threads of torch and numba (default: all cores)")
     add("--steps", nargs="+", metavar="STEP", help="only these steps, by number or name (default: all)")
     add(
@@ -63,18 +69,22 @@ def measure(options: argparse.Namespace) -> None:
     from shared.bench import record, table
     from shared.bench.conduct import code_hashes, conduct
     from shared.bench.workloads import encode_all
+    from shared.engine import steps_with_cache_object
     from shared.steps import find_step, list_steps
 
     check(options)
-    steps = [find_step(name) for name in options.steps] if options.steps else list_steps()
+    own = options.engine == "own"
+    steps = [find_step(name) for name in options.steps or ()] or (list_steps() if own else steps_with_cache_object())
     plan = plans.full() if options.command == "full" else plans.quick(options.new_tokens)
-    suites = tuple(options.suites or plans.SUITES)
+    suites = tuple(options.suites or (plans.SUITES if own else ("end_to_end", "decode_step")))
     if unknown := set(suites) - set(plans.SUITES):
         raise UserError(f"no suite {sorted(unknown)[0]!r}: there are {', '.join(plans.SUITES)}")
     plan = dataclasses.replace(plan, steps=tuple(sorted(steps, key=lambda step: step.slug)), suites=suites)
     prompts = encode_all(options.model)
     env = record.environment(plan.kind, options.model, options.device, options.dtype, options.threads)
     env |= {"model_argument": options.model, "prompts": record.digest(prompts)}
+    if not own:
+        env["engine"] = options.engine
     if plan.kind == "quick":
         env["new_tokens"] = options.new_tokens
     results = record.Record(options.output or record.path_for(env), env, code_hashes(plan), options.resume)
@@ -103,6 +113,8 @@ def publish(options: argparse.Namespace) -> None:
     from shared.bench.conduct import code_hashes, hash_of
     from shared.steps import list_steps
 
+    if options.engine != "own":
+        raise UserError("the published results are those of the steps' own decoders: leave --engine out")
     source = options.output or record.path_for({"kind": "full"} | vars(options) | {"model": Path(options.model).name})
     if not source.exists():
         raise UserError(f"{_shown(source)} does not exist: run `make bench-full` first")
@@ -124,6 +136,10 @@ def publish(options: argparse.Namespace) -> None:
     results["environment"]["complete"] = True
     record.write_json(target, results)
     print(f"{_shown(target)}: {len(results['rows'])} rows; now `make report`")
+    peers = source.with_name(f"{source.stem}-peers.json")
+    if peers.exists() and record.load(peers)["environment"].get("complete"):
+        shutil.copyfile(peers, target.with_name(peers.name))
+        print(f"{_shown(target.with_name(peers.name))}: the other engines' rows")
 
 
 def check(options: argparse.Namespace) -> None:

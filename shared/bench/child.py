@@ -26,8 +26,8 @@ from shared.steps import find_step, load_step
 def run(spec: dict) -> Iterator[dict]:
     """Carry out the specification's tasks one after another.
 
-    spec: `variant`, `model`, `device`, `dtype`, `threads`, `prompts` (token ids by workload) and `tasks`, each with its
-    `suite` and what that suite needs (see plan.py). Yields `{"row": key and measurements, "task": number}`.
+    spec: `variant`, `model`, `device`, `dtype`, `engine`, `threads`, `prompts` (token ids by workload) and `tasks`,
+    each with its `suite` and what that suite needs (see plan.py). Yields `{"row": ..., "task": number}`.
     """
     pin_threads(spec["threads"])
     torch.set_grad_enabled(False)
@@ -35,7 +35,7 @@ def run(spec: dict) -> Iterator[dict]:
     for number, task in enumerate(spec["tasks"]):
         suite = task["suite"]
         if suite in ("end_to_end", "decode_step") and subject is None:
-            subject = make_subject(name, spec["model"], device, dtype)
+            subject = make_subject(name, spec["model"], device, dtype, spec.get("engine", "own"))
         before, start = load_average(), time.perf_counter()
         for variant, row in _rows(suite, task, spec, subject, device, dtype):
             key = {"suite": suite, "variant": variant}

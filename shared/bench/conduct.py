@@ -35,6 +35,7 @@ def conduct(plan: Plan, record: Record, prompts: dict, say: Callable[[str], None
             "model": env["model_argument"],
             "device": env["device"],
             "dtype": env["dtype"],
+            "engine": env.get("engine", "own"),
             "threads": env["threads"],
             "prompts": prompts,
             "tasks": tasks,
@@ -100,17 +101,17 @@ def run_child(spec: dict) -> Iterator[dict]:
                 yield json.loads(line)
             if child.wait():
                 errors.seek(0)
-                reason = _reason(errors.read()) or f"exit code {child.returncode}"
+                reason = reason_in(errors.read()) or f"exit code {child.returncode}"
                 raise UserError(f"measuring {spec['variant']} failed: {reason} (what was finished is kept)")
         finally:
             child.kill()
             child.wait()
 
 
-def _reason(stderr: str) -> str | None:
+def reason_in(stderr: str) -> str | None:
     """The line of a traceback that names the exception, or else the last line."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"(error|[\w.]+(Error|Exception|Interrupt|Exit)): ", line)]
+    named = [line for line in lines if re.match(r"(error|ERROR|[\w.]+(Error|Exception|Interrupt|Exit)): ", line)]
     return (named or lines or [None])[-1]
 
 

@@ -53,7 +53,8 @@ def environment(kind: str, model: str, device: str, dtype: str, threads: int) ->
 
 def path_for(env: dict, folder: Path = LOCAL) -> Path:
     """A quick run has a file of its own: it never overwrites a full one."""
-    suffix = "" if env["kind"] == "full" else f"-{env['kind']}"
+    suffix = "" if env.get("engine", "own") == "own" else f"-{env['engine']}"
+    suffix += "" if env["kind"] == "full" else f"-{env['kind']}"
     model = env["model"].replace(":", "-")
     return folder / f"{env['device'].split(':')[0]}-{model}-{env['dtype']}{suffix}.json"
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, S
 from shared.bench.measure import replaced, synchronize
 from shared.bench.plan import BASELINE
 from shared.bench.workloads import SHAPE
+from shared.engine import TransformersModel
 from shared.models import resolve_model, shape_config
 from shared.steps import Step, code_hash, find_step, load_step
 
@@ -310,9 +311,14 @@ class BaselineSubject(Subject):
         return sum(t.numel() * t.element_size() for layer in self.cache for t in layer[:2])
 
 
-def make_subject(name: str, model: str, device: str, dtype: torch.dtype) -> Subject:
-    """The subject called `name`, the baseline or a step's slug, with the weights of `model`."""
+def make_subject(name: str, model: str, device: str, dtype: torch.dtype, engine: str = "own") -> Subject:
+    """The subject called `name`, the baseline or a step's slug, with the weights of `model`.
+
+    engine: `transformers` puts its model into the step's runner in place of the step's own decoder.
+    """
     if name == BASELINE:
         return BaselineSubject(load_baseline_model(model, device, dtype))
     step = find_step(name)
+    if engine == "transformers":
+        return StepSubject(step, TransformersModel(load_baseline_model(model, device, dtype)))
     return StepSubject(step, load_step_model(load_step(step), model, device, dtype))

@@ -58,7 +58,7 @@ class Report:
         """The results the pictures and the README show: the default model on a CPU in float32."""
         for results in self.results:
             env = results.environment
-            if (env["device"], env["model"], env["dtype"]) == ("cpu", DEFAULT_MODEL, "float32"):
+            if (env["kind"], env["device"], env["model"], env["dtype"]) == ("full", "cpu", DEFAULT_MODEL, "float32"):
                 return results
         return None
 

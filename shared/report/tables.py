@@ -242,17 +242,19 @@ def cost_model(report: Report) -> str:
 
 def peers(report: Report) -> str:
     def body(results: Results) -> str:
-        rows = [*results.select("peers")]
+        rows = sorted(results.select("peers"), key=lambda row: -row["batch"])
         lines = []
         for row in rows:
             if row.get("not_measured"):
                 lines.append([row["variant"], f"batch {row['batch']}", NOT_MEASURED, "", "", row["not_measured"]])
                 continue
             ratio = figure(row.get("x_transformers"), "{:.2f}")
-            cells = [f"{row['tokens_per_s']:.1f}", ratio, tokens(row), row.get("version", "")]
-            lines.append([row["variant"], f"batch {row['batch']}", *cells])
+            cells = [figure(row.get("tokens_per_s")), ratio, tokens(row), row.get("version", "")]
+            mark = " †" if results.is_stale(row) else ""
+            lines.append([row["variant"] + mark, f"batch {row['batch']}", *cells])
         head = ["engine", "workload chat", "tokens/s", "× transformers", "tokens", "version or reason"]
-        return table(head, lines, left=2) if lines else ""
+        note = f"\n† {OLDER}\n" if any(map(results.is_stale, rows)) else ""
+        return table(head, lines, left=2) + note if lines else ""
 
     return sections(report, body)
 
