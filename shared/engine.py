@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,7 @@ import transformers
 from torch import nn
 
 from shared.errors import UserError
-from shared.steps import list_steps
+from shared.steps import Step, list_steps
 
 
 def load_model(step: ModuleType, engine: str, folder: str | Path, device="cpu", dtype=torch.float32) -> nn.Module:
@@ -115,10 +116,15 @@ def cache_shape(model: nn.Module, cache_argument: str) -> tuple[int, int, int]:
     return len(list(cache)), num_kv_heads, head_dim
 
 
+def steps_with_cache_object() -> list[Step]:
+    """The first step that hands the model a DynamicCache, and those after it: today's transformers takes no tuple."""
+    return list(dropwhile(lambda step: "DynamicCache" not in step.model_py.read_text(encoding="utf-8"), list_steps()))
+
+
 def no_tuples(error: Exception) -> str:
     """Why a step that passes its history as a tuple stops here, and what to run instead."""
-    other = [step.slug for step in list_steps() if "DynamicCache" in step.model_py.read_text(encoding="utf-8")]
+    instead = [step.slug for step in steps_with_cache_object()[:1]]
     return (
         f"transformers {transformers.__version__} takes no tuple as past_key_values, as versions before 4.48 did "
-        f"({type(error).__name__}: {error}): run {' or '.join([*other[:1], '--engine own'])}"
+        f"({type(error).__name__}: {error}): run {' or '.join([*instead, '--engine own'])}"
     )

@@ -13,17 +13,12 @@ from itertools import pairwise
 
 from shared.errors import plain_errors
 from shared.launch import ensure_dependencies
-from shared.steps import ROOT, Step, list_steps
+from shared.steps import ROOT
 
 RESULTS = ROOT / "results" / "cache_cost.json"
 SHAPE, BATCH, BLOCK_SIZE, HISTORIES, ROUNDS = "smollm2-135m", 8, 16, (128, 512, 2048), 15
 # None: giving memory back, which belongs to none of them.
 PARTS = ("gather", "fill", "append", None, "append_to_tuple", None, "copy")
-
-
-def cache_step() -> Step:
-    """The first step whose history reaches the model in a DynamicCache."""
-    return next(step for step in list_steps() if "DynamicCache" in step.model_py.read_text(encoding="utf-8"))
 
 
 def one_round(module, pools: tuple, tables: list[list[int]], history: int, token) -> dict[str, float]:
@@ -63,11 +58,12 @@ def measure(threads: int) -> dict:
 
     from shared.bench.measure import load_average, pin_threads
     from shared.bench.record import environment
+    from shared.engine import steps_with_cache_object
     from shared.models import shape_config
     from shared.steps import code_hash, load_step
 
     pin_threads(threads)
-    step, config, rows = cache_step(), shape_config(SHAPE), []
+    step, config, rows = steps_with_cache_object()[0], shape_config(SHAPE), []
     module = load_step(step)
     env = environment("cache-cost", f"shape:{SHAPE}", "cpu", "float32", threads) | {"load_before": load_average()}
     heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads

@@ -18,7 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Confi
 
 from shared.compat import hunt
 from shared.compat.watch import messages
-from shared.engine import TransformersModel
+from shared.engine import TransformersModel, steps_with_cache_object
 from shared.steps import Step, code_hash, list_steps, load_step
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
@@ -211,12 +211,8 @@ def pad_error(model, given: tuple[str, ...], phase: str) -> dict:
 
 def compared_steps() -> list[Step]:
     """The steps up to the first that hands the model a DynamicCache: those after it are for today's versions only."""
-    steps = []
-    for step in list_steps():
-        steps.append(step)
-        if "DynamicCache" in step.model_py.read_text(encoding="utf-8"):
-            break
-    return steps
+    steps = list_steps()
+    return steps[: steps.index(steps_with_cache_object()[0]) + 1]
 
 
 def try_step(step: Step, model) -> dict:
