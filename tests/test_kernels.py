@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shared.steps import list_steps
+
 pytestmark = pytest.mark.having("paged_attention")
 
 # (block_size, num_heads, num_kv_heads, head_dim, seq_lens)
@@ -201,12 +203,23 @@ def test_flash_arguments(step, monkeypatch):
 TRITON_SHAPES = [SHAPES[0], SHAPES[1], SHAPES[5], SHAPES[8]]
 
 
-def test_triton_through_its_interpreter(step):
+def folders_by_text(file):
+    """One folder for each text that the steps' copies of this file have."""
+    copies = [step.path / file for step in list_steps() if (step.path / file).is_file()]
+    return list({copy.read_text(encoding="utf-8"): copy.parent for copy in copies}.values())
+
+
+@pytest.mark.parametrize("file", ["kernels_triton.py", "kernels_flash.py"])
+def test_copies_are_equal(file):
+    assert len(folders_by_text(file)) == 1
+
+
+def test_triton_through_its_interpreter():
     """In a process of its own: the interpreter must be asked for before the kernels are decorated."""
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).resolve().parents[1]
-    command = [sys.executable, "-m", "tests.test_kernels", str(Path(step.__file__).parent)]
+    command = [sys.executable, "-m", "tests.test_kernels", str(folders_by_text("kernels_triton.py")[0])]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["attention"] * len(TRITON_SHAPES) + ["store"] * 2

@@ -96,18 +96,41 @@ CHANGES = {
         "~ Attention.forward",
         "~ ModelRunner.decode_batch",
     ],
+    "07_block_table_attention -> 08_decode_matmul": [
+        "+ THIN_ROWS",
+        "+ multiply",
+        "+ thin_matmul",
+        "+ array",
+        "+ inlined",
+        "+ normalize",
+        "+ rotate_heads",
+        "+ add",
+        "+ before_attention",
+        "+ after_attention",
+        "+ ThinLayer",
+        "+ ThinLayer.__init__",
+        "~ Decoder.__init__",
+        "~ Decoder.forward",
+        "+ Decoder.prepare_thin",
+        "+ Decoder.thin_logits",
+        "~ ModelRunner.__init__",
+    ],
 }
 
 # Lines that `diff` marks, the first sentence of the docstring included, and lines of a whole model.py. A pair that
 # needs more has its own number here, with the reason. About 320 lines are code; the rest of a part one file are
 # docstrings and errors worth reading.
 PART_ONE = {"changed lines": 40, "lines": 390}
-PART_TWO = {"changed lines": 150, "lines": 650}
+PART_TWO = {"changed lines": 180, "lines": 650}
 CHANGED_LINES = {
     # Single-request read and decode go, batched gather and decode come: both halves are needed to run at all.
     "02_vectorized_write -> 03_naive_gather": 80,
     # Almost all of it is new code in one place: the kernel, written twice (to be read, and to be fast), and its choice.
     "06_slot_mapping -> 07_block_table_attention": 320,
+}
+LINES = {
+    # A decoder layer stands here twice: in torch, and as compiled code, which cannot call torch.
+    "08_decode_matmul": 820,
 }
 
 ALLOWED = {"torch", "transformers", "safetensors"}
@@ -293,7 +316,7 @@ def test_changed_lines_counts_both_sides():
 
 @each_step
 def test_file_is_short(rung):
-    lines, allowed = len(source_of(rung).splitlines()), budget(rung)["lines"]
+    lines, allowed = len(source_of(rung).splitlines()), LINES.get(rung.slug, budget(rung)["lines"])
     assert lines <= allowed
 
 
