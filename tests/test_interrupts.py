@@ -103,7 +103,7 @@ def test_preparing_a_model(tmp_path, signum, code):
 @SIGNALS
 def test_a_run(models_dir, signum, code):
     """What was produced is still printed, as text and as JSON. Progress is for a terminal, which this gives it."""
-    step = list_steps()[-1]
+    step = list_steps()[0]
     command = [str(step.path / "run.py"), "--model", "tiny", "--max-new-tokens", "1900", "--ignore-eos", "--json"]
     terminal, theirs = pty.openpty()
     process = start([*command, "--prompt", "hello", "--prompt", "you there"], models_dir, stderr=theirs)

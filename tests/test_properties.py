@@ -6,6 +6,7 @@ hypothesis makes the cases up. They are the same in every run, and a failing one
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import (
@@ -223,3 +224,18 @@ def check_attention(step, config, dtype, block_size, lengths, seed):
 def test_attention_of_any_shape(step):
     """Decoding from the blocks gives the logits that running the whole sequence without a cache gives."""
     check_attention(step)
+
+
+# --- what no pool in a test is large enough for ---
+
+
+@pytest.mark.zoo
+@pytest.mark.having("write_slots")
+def test_slots_beyond_32_bits(step):
+    """Flat slot ids of a block far out: `begin_step` computes them without touching the pool."""
+    config = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8)
+    cache = step.PagedKVCache(config, 2, 16, torch.float32, torch.device("cpu"))
+    block = 2**28 + 5
+    cache.free_blocks[:] = [block]
+    cache.begin_step(["a"], 7)
+    assert cache.slot_mapping.tolist() == [block * 16 + i for i in range(7)]

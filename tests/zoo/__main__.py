@@ -162,12 +162,11 @@ class Worker:
         self.read = self.result_file.stat().st_size
         self.last_word = time.monotonic()
         command = [sys.executable, "-m", "tests.zoo.worker", str(share), str(self.result_file)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
     def new_lines(self) -> list[dict]:
-        """What came since the last call. A step that is done leaves the folder, so that no other worker runs it again."""
+        """What came since the last call. A step that is done leaves the folder: no later worker runs it again."""
         with self.result_file.open(encoding="utf-8") as file:
             file.seek(self.read)
             text = file.read()
@@ -183,7 +182,7 @@ class Worker:
         return time.monotonic() - self.last_word
 
     def casualty(self) -> dict | None:
-        """The step that a worker which has ended, or hangs, was running; None if it had come to the end of its share."""
+        """The step that a worker which has ended, or hangs, was running; None if its share was done."""
         left = sorted(path.name for path in self.share.iterdir() if path.is_dir())
         if not left:
             return None

@@ -1,8 +1,8 @@
 """The bugs. Each names the definition it changes, what is replaced there by what, and the steps that have that code.
 
-A mutant may need other words in other steps: it then has several edits, for different steps. Two edits for the same step
-are both made. The steps are numbers, "01 02"; an edit whose `old` does not occur exactly once in its definition is an error,
-so the zoo cannot go stale unseen.
+A mutant may need other words in other steps: it then has several edits, for different steps. Two edits for the same
+step are both made. The steps are numbers, "01 02"; an edit whose `old` does not occur exactly once in its definition
+is an error, so the zoo cannot go stale unseen.
 """
 
 from __future__ import annotations
@@ -73,9 +73,11 @@ def _span(source: str, qualified_name: str) -> tuple[int, int]:
 
 GITHUB = "https://github.com/"
 
-# Steps whose code has the same text there. Part one keeps one dense tensor per layer, part two writes into slots itself.
+# Steps whose code has the same text there.
 SINGLE, BATCHED = "01 02", "03 04 05"
-PART_ONE = "01 02 03 04 05"
+PART_ONE = f"{SINGLE} {BATCHED}"
+SLOTS, PAGED = "06 07 08", "07 08"
+ALL = f"{PART_ONE} {SLOTS}"
 
 MUTANTS = (
     # --- writing into the blocks
@@ -106,6 +108,8 @@ MUTANTS = (
                 "block_table[(position + 1) // block_size]",
             ),
             Edit("02 03 04 05", "write_kv_to_pool", "[positions // block_size]", "[(positions + 1) // block_size]"),
+            Edit("06", "PagedKVCache.begin_step", "positions.clamp(min=0) //", "(positions.clamp(min=0) + 1) //"),
+            Edit(PAGED, "PagedKVCache.begin_step", "gather(1, positions //", "gather(1, (positions + 1) //"),
         ),
         GITHUB + "EricLBuehler/mistral.rs/pull/552",
     ),
@@ -115,6 +119,8 @@ MUTANTS = (
         (
             Edit("01", "write_kv_to_pool", "position = start_pos + i", "position = i"),
             Edit("02 03 04 05", "write_kv_to_pool", "arange(start_pos, start_pos + k.shape[0]", "arange(0, k.shape[0]"),
+            Edit("06", "PagedKVCache.begin_step", "self.slots[:, self.max_len :]", "self.slots[:, :num_tokens]"),
+            Edit(PAGED, "PagedKVCache.begin_step", "seq_lens[:, None] + torch", "0 * seq_lens[:, None] + torch"),
         ),
     ),
     Mutant(
@@ -141,6 +147,7 @@ MUTANTS = (
         (
             Edit("01", "write_kv_to_pool", "block_table[position", "sorted(block_table)[position"),
             Edit("02 03 04 05", "write_kv_to_pool", "torch.tensor(block_table,", "torch.tensor(sorted(block_table),"),
+            Edit(SLOTS, "PagedKVCache.begin_step", "self.block_tables[r]", "sorted(self.block_tables[r])"),
         ),
     ),
     Mutant(
@@ -149,6 +156,7 @@ MUTANTS = (
         (
             Edit("01", "write_kv_to_pool", "= v[i]", "= k[i]"),
             Edit("02 03 04 05", "write_kv_to_pool", "v_pool[blocks, slots] = v", "v_pool[blocks, slots] = k"),
+            Edit(SLOTS, "write_slots", "index_copy_(0, slot_mapping, v)", "index_copy_(0, slot_mapping, k)"),
         ),
     ),
     Mutant(
@@ -162,6 +170,7 @@ MUTANTS = (
                 "k_pool[blocks, slots] = k",
                 "k_pool.index_put_((blocks, slots), k, accumulate=True)",
             ),
+            Edit(SLOTS, "write_slots", "index_copy_(0, slot_mapping, k)", "index_add_(0, slot_mapping, k)"),
         ),
         GITHUB + "llmmanorg/llmman/pull/118",
     ),
@@ -171,6 +180,7 @@ MUTANTS = (
         (
             Edit("01", "write_kv_to_pool", "= k[i]", "= k[i].bfloat16()"),
             Edit("02 03 04 05", "write_kv_to_pool", "slots] = k\n", "slots] = k.bfloat16().to(k.dtype)\n"),
+            Edit(SLOTS, "write_slots", "slot_mapping, k)\n", "slot_mapping, k.bfloat16().to(k.dtype))\n"),
         ),
     ),
     Mutant(
@@ -230,6 +240,7 @@ MUTANTS = (
             Edit(SINGLE, "read_kv_from_pool", "v_pool[block]", "k_pool[block]"),
             Edit("03", "gather_batch_kv", "= v_pool[block, slot]", "= k_pool[block, slot]"),
             Edit("04 05", "gather_batch_kv", "v = v_pool[", "v = k_pool["),
+            Edit("06", "read_slots", "v = v_pool.", "v = k_pool."),
         ),
     ),
     Mutant(
@@ -238,6 +249,12 @@ MUTANTS = (
         (
             Edit(SINGLE, "PagedKVCache.read", "k.transpose(0, 1)[None]", "k.reshape(k.shape[1], -1, k.shape[2])[None]"),
             Edit(BATCHED, "gather_batch_kv", "k.transpose(1, 2)", "k.reshape(k.shape[0], k.shape[2], -1, k.shape[3])"),
+            Edit(
+                "06",
+                "PagedKVCache.update",
+                "dense.transpose(1, 2)",
+                "dense.reshape(len(k), k.shape[1], -1, k.shape[3])",
+            ),
         ),
     ),
     # --- gathering a batch
@@ -295,6 +312,7 @@ MUTANTS = (
         (
             Edit("03", "gather_batch_kv", "block_table[i //", "block_tables[0][i //"),
             Edit("04 05", "gather_batch_kv", "tables.gather(1", "tables[:1].expand_as(tables).gather(1"),
+            Edit(SLOTS, "PagedKVCache.begin_step", "self.block_tables[r]", "self.block_tables[request_ids[0]]"),
         ),
     ),
     Mutant(
@@ -316,8 +334,8 @@ MUTANTS = (
     # --- handing out blocks
     Mutant(
         "full-block-has-room-for-one-more",
-        "a block is asked for one token late: a prompt that fills its last block leaves no slot for the first new token",
-        (Edit(PART_ONE, "PagedKVCache.reserve", "(seq_len + num_tokens) /", "(seq_len + num_tokens - 1) /"),),
+        "a block is asked for one token late: none for the first new token of a prompt that fills its last block",
+        (Edit(ALL, "PagedKVCache.reserve", "(seq_len + num_tokens) /", "(seq_len + num_tokens - 1) /"),),
         GITHUB + "GeeeekExplorer/nano-vllm/issues/117",
     ),
     Mutant(
@@ -325,7 +343,7 @@ MUTANTS = (
         "a request whose tokens exactly fill their blocks is given an empty one on top",
         (
             Edit(
-                PART_ONE,
+                ALL,
                 "PagedKVCache.reserve",
                 "math.ceil((seq_len + num_tokens) / self.block_size)",
                 "(seq_len + num_tokens) // self.block_size + 1",
@@ -335,7 +353,7 @@ MUTANTS = (
     Mutant(
         "blocks-it-has-not-counted",
         "every step asks for all the blocks the request needs, those that it has included",
-        (Edit(PART_ONE, "PagedKVCache.reserve", " - len(table)\n", "\n"),),
+        (Edit(ALL, "PagedKVCache.reserve", " - len(table)\n", "\n"),),
         GITHUB + "gittensor-ai-lab/sparkinfer/pull/146",
     ),
     Mutant(
@@ -343,7 +361,7 @@ MUTANTS = (
         "a block is put into a table and stays on the free list",
         (
             Edit(
-                PART_ONE,
+                ALL,
                 "PagedKVCache.reserve",
                 "[self.free_blocks.pop() for _ in range(needed)]",
                 "self.free_blocks[len(self.free_blocks) - needed :]",
@@ -356,7 +374,7 @@ MUTANTS = (
         "the request is entered before it is known whether there are blocks for it",
         (
             Edit(
-                PART_ONE,
+                ALL,
                 "PagedKVCache.reserve",
                 "        if needed >",
                 "        self.block_tables[request_id] = table\n        if needed >",
@@ -368,7 +386,7 @@ MUTANTS = (
         "what is left of the pool is taken before the request is refused",
         (
             Edit(
-                PART_ONE,
+                ALL,
                 "PagedKVCache.reserve",
                 "            raise OutOfBlocks(needed, len(self.free_blocks))",
                 "            needed -= len(self.free_blocks)\n            self.free_blocks.clear()\n"
@@ -381,7 +399,7 @@ MUTANTS = (
         "peak_blocks is the number of blocks in use now, not the largest there was",
         (
             Edit(
-                PART_ONE,
+                ALL,
                 "PagedKVCache.reserve",
                 "max(self.peak_blocks, self.num_blocks - len(self.free_blocks))",
                 "self.num_blocks - len(self.free_blocks)",
@@ -391,12 +409,12 @@ MUTANTS = (
     Mutant(
         "table-keeps-freed-blocks",
         "blocks go back to the free list and stay in the request's table",
-        (Edit(PART_ONE, "PagedKVCache.free", "self.block_tables.pop(request_id)", "self.block_tables[request_id]"),),
+        (Edit(ALL, "PagedKVCache.free", "self.block_tables.pop(request_id)", "self.block_tables[request_id]"),),
     ),
     Mutant(
         "one-block-never-comes-back",
         "a finished request's last block is not returned",
-        (Edit(PART_ONE, "PagedKVCache.free", "pop(request_id)", "pop(request_id)[:-1]"),),
+        (Edit(ALL, "PagedKVCache.free", "pop(request_id)", "pop(request_id)[:-1]"),),
         GITHUB + "kekzl/imp/issues/1115",
     ),
     Mutant(
@@ -404,7 +422,7 @@ MUTANTS = (
         "a finished request's first block is put on the free list twice",
         (
             Edit(
-                PART_ONE,
+                ALL,
                 "PagedKVCache.free",
                 "self.free_blocks += self.block_tables.pop(request_id)",
                 "self.free_blocks += self.block_tables[request_id][:1] + self.block_tables.pop(request_id)",
@@ -415,14 +433,140 @@ MUTANTS = (
     Mutant(
         "length-outlives-the-request",
         "a freed request's length stays, and the next request of that id starts behind it",
-        (Edit(PART_ONE, "PagedKVCache.free", "        del self.seq_lens[request_id]\n", ""),),
+        (Edit(ALL, "PagedKVCache.free", "        del self.seq_lens[request_id]\n", ""),),
         GITHUB + "gittensor-ai-lab/sparkinfer/pull/185",
+    ),
+    # --- slots
+    Mutant(
+        "padding-is-slot-minus-one",
+        "padding gets slot -1, which a kernel may skip but an index takes for the last slot or for an error",
+        (
+            Edit(
+                "06", "PagedKVCache.begin_step", "positions < 0, self.num_blocks * self.block_size", "positions < 0, -1"
+            ),
+        ),
+        GITHUB + "vllm-project/vllm/issues/53982",
+    ),
+    Mutant(
+        "padding-is-a-real-slot",
+        "padding reads the pool's first slot, which some request owns",
+        (
+            Edit(
+                "06", "PagedKVCache.begin_step", "positions < 0, self.num_blocks * self.block_size", "positions < 0, 0"
+            ),
+        ),
+        GITHUB + "sgl-project/sglang/issues/36207",
+    ),
+    Mutant(
+        "slots-in-32-bits",
+        "block times block size is computed in int32 and overflows in a pool of more than 2147483647 slots",
+        (
+            Edit("06", "PagedKVCache.begin_step", "blocks = tables.gather", "blocks = tables.int().gather"),
+            Edit(PAGED, "PagedKVCache.begin_step", "slots = tables.gather", "slots = tables.int().gather"),
+        ),
+        GITHUB + "vllm-project/vllm/issues/1486",
+    ),
+    # --- attention that reads the blocks
+    Mutant(
+        "new-token-not-counted",
+        "the lengths given to the kernel leave out the new token, which therefore does not see itself",
+        (Edit(PAGED, "PagedKVCache.begin_step", "(seq_lens + num_tokens).int()", "seq_lens.clamp(min=1).int()"),),
+    ),
+    Mutant(
+        "scale-forgotten",
+        "scores are not divided by the square root of head_dim",
+        (Edit(PAGED, "PagedKVCache.attend", "q.shape[3] ** -0.5 if", "1.0 if"),),
+    ),
+    Mutant(
+        "kernel-skips-every-second-block",
+        "of the block table every second entry is read",
+        (
+            Edit(
+                "07",
+                "attend",
+                "block_tables[b, position // block_size]",
+                "block_tables[b, position // block_size // 2 * 2]",
+            ),
+        ),
+    ),
+    Mutant(
+        "kernel-groups-heads-wrongly",
+        "query heads are dealt out to the key heads in turn instead of in groups",
+        (
+            Edit("07", "attend", "head, w = q[b, h],", "head, w = q[b, (h - kv * group) * num_kv_heads + kv],"),
+            Edit(
+                "07",
+                "reference_attention",
+                "unflatten(0, (num_kv_heads, -1))",
+                "unflatten(0, (-1, num_kv_heads)).transpose(0, 1)",
+            ),
+        ),
+    ),
+    Mutant(
+        "old-sum-not-scaled-down",
+        "when a larger score comes, the weights summed up before stay as they are",
+        (
+            Edit("07", "attend", "math.exp(old_top - top[t, b, h])", "math.exp(old_top - old_top)"),
+            Edit("07", "reference_attention", "summed * shrink +", "summed +"),
+        ),
+    ),
+    Mutant(
+        "tail-of-the-tile-counted",
+        "a tile that is not full lends the weights of its unused places to the sum",
+        (
+            Edit("07", "attend", "w[i] = 0", "w[i] = w[i]"),
+            Edit("07", "reference_attention", "min(block_size, seq_len - start)", "block_size"),
+        ),
+        GITHUB + "flashinfer-ai/flashinfer/issues/941",
+    ),
+    Mutant(
+        "threads-added-up-as-equals",
+        "the threads' sums are added without bringing them to one largest score",
+        (Edit("07", "attend", "np.float32(math.exp(top[t, b, h] - highest))", "np.float32(1)"),),
+    ),
+    # --- compiled products
+    Mutant(
+        "last-outputs-not-computed",
+        "outputs that do not fill four streams are left as the memory was",
+        (Edit("08", "multiply", "(num_outputs + 3) // 4", "num_outputs // 4"),),
+    ),
+    Mutant(
+        "odd-row-lost",
+        "rows are worked off in pairs, and the last of an odd number is forgotten",
+        (Edit("08", "multiply", "range(0, rows, 2)", "range(0, rows - 1, 2)"),),
+    ),
+    Mutant(
+        "projections-change-places",
+        "the weights handed to the compiled layer are query, value, key",
+        (
+            Edit(
+                "08",
+                "ThinLayer.__init__",
+                "attention.q_proj, attention.k_proj, attention.v_proj",
+                "attention.q_proj, attention.v_proj, attention.k_proj",
+            ),
+        ),
+    ),
+    Mutant(
+        "norms-change-places",
+        "the compiled layer gives the queries the keys' norm and the keys the queries'",
+        (
+            Edit(
+                "08",
+                "ThinLayer.__init__",
+                "attention.q_norm, attention.k_norm",
+                "attention.k_norm, attention.q_norm",
+            ),
+        ),
     ),
     # --- keeping count
     Mutant(
         "one-per-call",
         "a write counts as one token, however long the prompt",
-        (Edit(PART_ONE, "PagedKVCache.write", "start_pos + len(k)", "start_pos + 1"),),
+        (
+            Edit(PART_ONE, "PagedKVCache.write", "start_pos + len(k)", "start_pos + 1"),
+            Edit(SLOTS, "PagedKVCache.end_step", "+= self.num_tokens", "+= 1"),
+        ),
     ),
     Mutant(
         "first-layer-moves-the-length",
@@ -441,12 +585,19 @@ MUTANTS = (
     Mutant(
         "written-into-the-first-layer",
         "every layer's keys go to the first layer's pool",
-        (Edit(PART_ONE, "PagedKVCache.write", "self.k_pools[layer]", "self.k_pools[0]"),),
+        (
+            Edit(PART_ONE, "PagedKVCache.write", "self.k_pools[layer]", "self.k_pools[0]"),
+            Edit("06", "PagedKVCache.update", "self.padded_k_pools[layer_idx]", "self.padded_k_pools[0]"),
+            Edit(PAGED, "PagedKVCache.store", "self.k_pools[layer_idx]", "self.k_pools[0]"),
+        ),
     ),
     Mutant(
         "values-one-layer-off",
         "values go to the pool of the layer below",
-        (Edit(PART_ONE, "PagedKVCache.write", "self.v_pools[layer]", "self.v_pools[layer - 1]"),),
+        (
+            Edit(PART_ONE, "PagedKVCache.write", "self.v_pools[layer]", "self.v_pools[layer - 1]"),
+            Edit(PAGED, "PagedKVCache.store", "self.v_pools[layer_idx]", "self.v_pools[layer_idx - 1]"),
+        ),
     ),
     Mutant(
         "reshaped-before-the-write",
@@ -458,6 +609,18 @@ MUTANTS = (
                 "k[0].transpose(0, 1)",
                 "k[0].reshape(k.shape[2], k.shape[1], k.shape[3])",
             ),
+            Edit(
+                "06",
+                "PagedKVCache.update",
+                "new.transpose(1, 2).flatten(0, 1)",
+                "new.reshape(-1, k.shape[1], k.shape[3])",
+            ),
+            Edit(
+                PAGED,
+                "PagedKVCache.store",
+                "new.transpose(1, 2).flatten(0, 1)",
+                "new.reshape(-1, k.shape[1], k.shape[3])",
+            ),
         ),
     ),
     # --- attention
@@ -466,7 +629,7 @@ MUTANTS = (
         "key heads are repeated 0 1 2 0 1 2 where the query heads need 0 0 1 1 2 2",
         (
             Edit(
-                PART_ONE,
+                f"{PART_ONE} 06",
                 "Attention.forward",
                 "(q, k, v, attn_mask=mask, is_causal=T > 1, enable_gqa=True)",
                 "(q, *(x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k, v)), attn_mask=mask, is_causal=T > 1)",
@@ -477,34 +640,44 @@ MUTANTS = (
     Mutant(
         "prompt-sees-its-future",
         "the causal mask is missing where a prompt is run",
-        (Edit(PART_ONE, "Attention.forward", "is_causal=T > 1", "is_causal=False"),),
+        (
+            Edit(f"{PART_ONE} 06", "Attention.forward", "is_causal=T > 1", "is_causal=False"),
+            Edit(PAGED, "PagedKVCache.attend", "is_causal=q.shape[2] > 1", "is_causal=False"),
+        ),
     ),
     Mutant(
         "mask-forgotten",
         "padding takes part in attention",
-        (Edit(BATCHED, "Attention.forward", "attn_mask=mask", "attn_mask=None"),),
+        (Edit(f"{BATCHED} 06", "Attention.forward", "attn_mask=mask", "attn_mask=None"),),
     ),
     Mutant(
         "keys-not-rotated",
         "RoPE turns the queries and not the keys",
-        (Edit(PART_ONE, "Attention.forward", "rotate(q, cos, sin), rotate(k, cos, sin)", "rotate(q, cos, sin), k"),),
+        (
+            Edit(
+                f"{PART_ONE} 06 07",
+                "Attention.forward",
+                "rotate(q, cos, sin), rotate(k, cos, sin)",
+                "rotate(q, cos, sin), k",
+            ),
+        ),
     ),
     Mutant(
         "rope-pairs-interleaved",
         "dimension i is paired with i + 1 where these checkpoints pair it with i + D / 2",
-        (Edit(PART_ONE, "rotate", "x.chunk(2, dim=-1)", "(x[..., ::2], x[..., 1::2])"),),
+        (Edit(f"{PART_ONE} 06 07", "rotate", "x.chunk(2, dim=-1)", "(x[..., ::2], x[..., 1::2])"),),
         GITHUB + "huggingface/transformers/issues/25199",
     ),
     Mutant(
         "rope-in-low-precision",
         "the rotation angles are rounded to bfloat16, which cannot tell position 257 from 256",
-        (Edit(PART_ONE, "Decoder.forward", "angles.cos().to(x.dtype)", "angles.bfloat16().float().cos().to(x.dtype)"),),
+        (Edit(ALL, "Decoder.forward", "angles.cos().to(x.dtype)", "angles.bfloat16().float().cos().to(x.dtype)"),),
         GITHUB + "huggingface/candle/pull/3520",
     ),
     Mutant(
         "rope-scaling-ignored",
         "Llama 3's stretching of the slow rotations is left out",
-        (Edit(PART_ONE, "rope_frequencies", '== "llama3"', '== "llama 3"'),),
+        (Edit(ALL, "rope_frequencies", '== "llama3"', '== "llama 3"'),),
     ),
     Mutant(
         "history-behind-the-new-token",
@@ -520,7 +693,7 @@ MUTANTS = (
         "every row decodes at the longest row's position: the mask is right, the position ids are not",
         (
             Edit(
-                BATCHED,
+                f"{BATCHED} {SLOTS}",
                 "ModelRunner.decode_batch",
                 "position_ids=seq_lens,",
                 "position_ids=seq_lens.max().expand_as(seq_lens),",
@@ -538,7 +711,9 @@ MUTANTS = (
                 "position_ids=torch.tensor([[self.cache.seq_lens[request_id]]]",
                 "position_ids=torch.tensor([[self.cache.seq_lens[request_id] + 1]]",
             ),
-            Edit(BATCHED, "ModelRunner.decode_batch", "position_ids=seq_lens,", "position_ids=seq_lens + 1,"),
+            Edit(
+                f"{BATCHED} {SLOTS}", "ModelRunner.decode_batch", "position_ids=seq_lens,", "position_ids=seq_lens + 1,"
+            ),
         ),
         GITHUB + "microsoft/onnxruntime-genai/pull/2354",
     ),
@@ -552,21 +727,21 @@ MUTANTS = (
                 "            position_ids=torch.tensor([[self.cache.seq_lens[request_id]]], device=self.device),\n",
                 "",
             ),
-            Edit(BATCHED, "ModelRunner.decode_batch", "            position_ids=seq_lens,\n", ""),
+            Edit(f"{BATCHED} {SLOTS}", "ModelRunner.decode_batch", "            position_ids=seq_lens,\n", ""),
         ),
         GITHUB + "Blaizzy/mlx-vlm/issues/1983",
     ),
     Mutant(
         "mask-hides-the-first-token",
         "the mask begins one column late",
-        (Edit(BATCHED, "ModelRunner.decode_batch", "(columns >= seq_lens", "(columns > seq_lens"),),
+        (Edit(f"{BATCHED} 06", "ModelRunner.decode_batch", "(columns >= seq_lens", "(columns > seq_lens"),),
     ),
     Mutant(
         "mask-one-column-short",
         "the mask does not cover the new token, which therefore does not see itself",
         (
             Edit(
-                BATCHED,
+                f"{BATCHED} 06",
                 "ModelRunner.decode_batch",
                 "(columns >= seq_lens.max() - seq_lens)",
                 "((columns >= seq_lens.max() - seq_lens) & (columns < seq_lens.max()))",
@@ -576,7 +751,11 @@ MUTANTS = (
     Mutant(
         "everyone-stores-the-first-row",
         "what is appended to every request is the first row's new keys",
-        (Edit(BATCHED, "ModelRunner.decode_batch", "(k[b : b + 1, :, -1:],", "(k[:1, :, -1:],"),),
+        (
+            Edit(BATCHED, "ModelRunner.decode_batch", "(k[b : b + 1, :, -1:],", "(k[:1, :, -1:],"),
+            Edit("06", "PagedKVCache.update", "(new.transpose(1, 2)", "(new[:1].expand_as(new).transpose(1, 2)"),
+            Edit(PAGED, "PagedKVCache.store", "(new.transpose(1, 2)", "(new[:1].expand_as(new).transpose(1, 2)"),
+        ),
     ),
     Mutant(
         "first-token-stored-again",
@@ -602,7 +781,14 @@ MUTANTS = (
     Mutant(
         "answers-change-places",
         "the next tokens are handed back in the wrong order",
-        (Edit(BATCHED, "ModelRunner.decode_batch", "argmax(dim=-1).tolist()", "argmax(dim=-1).tolist()[::-1]"),),
+        (
+            Edit(
+                f"{BATCHED} {SLOTS}",
+                "ModelRunner.decode_batch",
+                "argmax(dim=-1).tolist()",
+                "argmax(dim=-1).tolist()[::-1]",
+            ),
+        ),
     ),
     Mutant(
         "no-block-for-the-new-token",
@@ -624,37 +810,37 @@ MUTANTS = (
         "each step feeds the prompt's last token instead of the one just chosen",
         (
             Edit(SINGLE, "generate", "outputs[index][-1]))", "prompt[-1]))"),
-            Edit(BATCHED, "generate", "[outputs[index][-1] for", "[prompts[index][-1] for"),
+            Edit(f"{BATCHED} {SLOTS}", "generate", "[outputs[index][-1] for", "[prompts[index][-1] for"),
         ),
     ),
     Mutant(
         "end-token-ignored",
         "a request goes on after its end-of-sequence token",
-        (Edit(PART_ONE, "generate", "if token in stop or len", "if len"),),
+        (Edit(ALL, "generate", "if token in stop or len", "if len"),),
     ),
     Mutant(
         "only-the-first-end-token",
         "of several end-of-sequence tokens one is known",
-        (Edit(PART_ONE, "generate", "set(eos_token_id or ())", "set(list(eos_token_id or ())[:1])"),),
+        (Edit(ALL, "generate", "set(eos_token_id or ())", "set(list(eos_token_id or ())[:1])"),),
     ),
     Mutant(
         "one-token-too-many",
         "the limit is checked before the new token is counted",
-        (Edit(PART_ONE, "generate", "len(outputs[index]) == limits[index]", "len(outputs[index]) > limits[index]"),),
+        (Edit(ALL, "generate", "len(outputs[index]) == limits[index]", "len(outputs[index]) > limits[index]"),),
     ),
     Mutant(
         "answers-lost-on-failure",
         "running out of blocks throws away what was produced",
-        (Edit(PART_ONE, "generate", "error.outputs = outputs", "error.outputs = []"),),
+        (Edit(ALL, "generate", "error.outputs = outputs", "error.outputs = []"),),
     ),
     Mutant(
         "blocks-kept-after-failure",
         "a call that fails does not give its blocks back",
         (
             Edit(
-                PART_ONE,
+                ALL,
                 "generate",
-                "            if index in cache.block_tables:\n                cache.free(index)\n    return",
+                "            cache.free(index)\n    return",
                 "            pass\n    return",
             ),
         ),
@@ -663,7 +849,7 @@ MUTANTS = (
     Mutant(
         "pool-sized-for-the-prompts",
         "the default pool has no room for the new tokens",
-        (Edit(PART_ONE, "generate", "(len(p) + n - 1) / block_size", "len(p) / block_size"),),
+        (Edit(ALL, "generate", "(len(p) + n - 1) / block_size", "len(p) / block_size"),),
     ),
     # --- the model around it
     Mutant(
@@ -671,13 +857,13 @@ MUTANTS = (
         "Qwen3's norm of the queries comes after RoPE",
         (
             Edit(
-                PART_ONE,
+                f"{PART_ONE} 06 07",
                 "Attention.forward",
                 "q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)",
                 "q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)",
             ),
             Edit(
-                PART_ONE,
+                f"{PART_ONE} 06 07",
                 "Attention.forward",
                 "rotate(q, cos, sin), rotate(k",
                 "self.q_norm(rotate(q, cos, sin)), rotate(k",
@@ -686,7 +872,12 @@ MUTANTS = (
     ),
     Mutant(
         "bias-forgotten",
-        "Qwen2's biases of queries, keys and values are not loaded",
-        (Edit(PART_ONE, "Attention.forward", "v = self.v_proj(x)", "v = F.linear(x, self.v_proj.weight)"),),
+        "Qwen2's biases of queries, keys and values are left out",
+        (
+            Edit(f"{PART_ONE} 06 07", "Attention.forward", "v = self.v_proj(x)", "v = F.linear(x, self.v_proj.weight)"),
+            Edit(
+                "08", "ThinLayer.__init__", "torch.empty(0, 0) if p.bias is None else p.bias[None]", "torch.empty(0, 0)"
+            ),
+        ),
     ),
 )

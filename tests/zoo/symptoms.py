@@ -19,8 +19,8 @@ from tests.zoo.worker import Stuck, one_line, time_limit
 
 BLOCK_SIZE = 16
 NEW_TOKENS = 12
-# A prompt that crosses into its second block while it is answered, one that fills its block, one that has just begun the
-# next, and a longer one.
+# A prompt that crosses into its second block while it is answered, one that fills its block, one that has just begun
+# the next, and a longer one.
 LENGTHS = (6, 16, 17, 40)
 # As close as two float32 implementations of one model come; tolerance.md has more.
 CLOSE = 1e-4
@@ -61,18 +61,13 @@ def used_pool(step) -> str | None:
     for seed in (0, 1):
         prompts = [reference.prompt(n, seed) for n in LENGTHS]
         free = len(runner.cache.free_blocks)
-        seen = compare(
-            "llama", prompts, lambda on_token: _generate(step, model, prompts, runner=runner, on_token=on_token)
-        )
-        if seen:
+        if seen := compare_runner(step, runner, prompts):
             return f"right at first; when blocks are used again, {seen}"
         lost = free - len(runner.cache.free_blocks)
         if lost > 0:
-            return (
-                f"right answers, but {lost} of {free} blocks do not come back from a call with {len(prompts)} requests"
-            )
+            return f"right answers, but {lost} of {free} blocks are lost after {len(prompts)} requests"
         if lost < 0:
-            return f"right answers, but the free list has {-lost} entries too many after a call with {len(prompts)} requests"
+            return f"right answers, but {-lost} blocks are on the free list twice after {len(prompts)} requests"
         if runner.cache.seq_lens or runner.cache.block_tables:
             return "right answers, but finished requests stay in the books"
     return None
@@ -85,7 +80,7 @@ def scattered_blocks(step) -> str | None:
     free = runner.cache.free_blocks
     free[:] = free[::2] + free[1::2][::-1]
     prompts = [reference.prompt(n) for n in LENGTHS]
-    seen = compare("llama", prompts, lambda on_token: _generate(step, model, prompts, runner=runner, on_token=on_token))
+    seen = compare_runner(step, runner, prompts)
     return seen and f"right as long as blocks are handed out in order; else {seen}"
 
 
@@ -94,7 +89,7 @@ def dirty_pool(step) -> str | None:
     model = step.load_model(_folder("llama"))
     runner = drive.hostile_runner(step, model, num_blocks=24, block_size=BLOCK_SIZE)
     prompts = [reference.prompt(n) for n in LENGTHS]
-    seen = compare("llama", prompts, lambda on_token: _generate(step, model, prompts, runner=runner, on_token=on_token))
+    seen = compare_runner(step, runner, prompts)
     if seen:
         return f"right in a pool of zeros; where unused slots hold NaN, {seen}"
     if not hasattr(step, "gather_batch_kv"):
@@ -103,7 +98,7 @@ def dirty_pool(step) -> str | None:
     dense = step.gather_batch_kv(k_pools, v_pools, [[1], [2, 3]], [3, 17])
     padding = torch.stack([part[0, :, :14] for layer in dense for part in layer])
     if padding.isnan().any():
-        return "right in these runs; a request whose first slot is not finite gets NaN into its padding, and 0 x NaN is NaN"
+        return "right in these runs; NaN in a request's first slot gets into its padding, and 0 x NaN is NaN"
     if (padding != 0).any():
         return "right in these runs; padding is not zero, and only the mask hides it"
     return None
@@ -117,7 +112,7 @@ def stop_tokens(step) -> str | None:
     got = _generate(step, model, prompts, eos_token_id=sorted(stop))
     wrong = [(g, reference.until(a, stop)) for g, a in zip(got, answers) if g != reference.until(a, stop)]
     if wrong:
-        return f"right without an end token; with one, {len(wrong)} of {len(prompts)} answers go on behind it or stop before it"
+        return f"right without an end token; with one, {len(wrong)} of {len(prompts)} answers end at another place"
     return None
 
 
@@ -201,6 +196,13 @@ def compare(kind: str, prompts: list[list[int]], generate: Callable) -> str | No
     first = min(wrong.values()) + 1
     who = "every answer" if len(wrong) == len(prompts) else f"{len(wrong)} of {len(prompts)} answers"
     return f"{who} wrong from token {first} on"
+
+
+def compare_runner(step, runner, prompts: list[list[int]]) -> str | None:
+    """The same with a runner that is there already."""
+    return compare(
+        "llama", prompts, lambda on_token: _generate(step, runner.model, prompts, runner=runner, on_token=on_token)
+    )
 
 
 def silent_error(step, model, kind: str, prompts: list[list[int]]) -> str | None:

@@ -1,7 +1,7 @@
 """One process of the zoo: runs the tests marked `zoo` on a folder of planted steps, in a single pytest session.
 
-Every planted step is a step of its own there (`03_naive_gather+mask-forgotten`), so the tests need to know nothing of the zoo.
-For each it writes one line of JSON as soon as a test has failed, or all have passed:
+Every planted step is a step of its own there (`03_naive_gather+mask-forgotten`), so the tests need to know nothing of
+the zoo. For each it writes one line of JSON as soon as a test has failed, or all have passed:
 
     {"slug": ..., "test": ... or null, "phase": "call", "message": ..., "symptom": ..., "seconds": ...}
 
@@ -10,9 +10,10 @@ For each it writes one line of JSON as soon as a test has failed, or all have pa
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ import pytest
 
 SECONDS_PER_TEST = 30
 MARK = "+"
+FIRST = "test_slots"
 
 
 class Stuck(BaseException):
@@ -57,8 +59,8 @@ class FirstFailure:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        """Leave out what does not depend on a step, and run one step after the other."""
-        items[:] = sorted((item for item in items if slug_of(item)), key=slug_of)
+        """Leave out what does not depend on a step; run one step after the other, its functions before its model."""
+        items[:] = sorted((item for item in items if slug_of(item)), key=lambda x: (slug_of(x), x.path.stem != FIRST))
         for item in items:
             self.remaining[slug_of(item)] = self.remaining.get(slug_of(item), 0) + 1
 
@@ -91,9 +93,11 @@ class FirstFailure:
         self.done.add(slug)
         result = {"slug": slug, "test": None, "phase": None, "message": None, "seconds": round(self.seconds[slug], 2)}
         if report is not None:
-            test = re.sub(r"\[.*", "", report.nodeid.split("/")[-1])
+            test = report.nodeid.split("[")[0].split("/")[-1]
             result |= {"test": test, "phase": report.when, "message": one_line(excinfo.value)}
-        if MARK in slug:
+        if excinfo is not None and excinfo.errisinstance(Stuck):
+            result["symptom"] = "never ends"
+        elif MARK in slug:
             from tests.zoo.symptoms import observe
 
             result["symptom"] = observe(slug)
@@ -112,8 +116,40 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0].split('; ')[0]}" if text and text[0] else type(error).__name__
 
 
+def share_compiled_kernels() -> None:
+    """Make numba compile each kernel once, however many planted steps hold the same text.
+
+    A kernel is the same if its source is, what it is compiled for, and the kernels and constants it uses. The steps as
+    they are come first: theirs are on disk already.
+    """
+    import numba
+
+    from shared.steps import ROOT, list_steps, load_step
+
+    compile_it, known, identity = numba.njit, {}, {}
+
+    def njit(*arguments, **options):
+        def decorate(function):
+            used = [function.__globals__.get(name) for name in sorted(function.__code__.co_names)]
+            used = [identity.get(id(x), x if isinstance(x, int | float) else None) for x in used]
+            text = repr((inspect.getsource(function), arguments, sorted(options.items(), key=str), used))
+            key = hashlib.sha256(text.encode()).hexdigest()
+            if key not in known:
+                known[key] = compile_it(*arguments, **options)(function)
+                identity[id(known[key])] = key
+            return known[key]
+
+        return decorate
+
+    numba.njit = njit
+    for step in list_steps(ROOT / "steps"):
+        load_step(step)
+
+
 def main(planted: str, result_file: str, *arguments: str) -> int:
-    os.environ["OMP_NUM_THREADS"] = os.environ["NUMBA_NUM_THREADS"] = "1"
+    # Two for the kernels, so that a test can see what happens where their threads meet.
+    os.environ["OMP_NUM_THREADS"], os.environ["NUMBA_NUM_THREADS"] = "1", "2"
+    share_compiled_kernels()
     options = [
         "-q",
         "-p",
