@@ -188,7 +188,7 @@ def test_cost_of_the_cache_object(monkeypatch, tmp_path):
     assert [len(row["samples_ms"]) for row in result["rows"]] == [2] * 2 * len(tables.COST)
     assert result["rows"][0]["bytes"] == 2 * cost.BATCH * 16 * 3 * 64 * 4
     cost.RESULTS.write_text(json.dumps(result))
-    assert tables.cost().count("\n| ") == 1 + 1 + len(tables.COST)
+    assert tables.cost().count("\n| ") == 1 + 1 + len(tables.COST) + 1
 
 
 def test_hunt_command(capsys):
