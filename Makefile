@@ -94,7 +94,7 @@ zoo: env ## plant every bug of the bug zoo and show the test that catches it
 doctor: ## say what works on this machine and what is missing
 	@$(PYTHON) shared/doctor.py $(ARGS)
 
-compat: env ## what the installed transformers does with each kind of cache
+compat: env ## what six versions of transformers do with each kind of cache (installs them under .compat/)
 	$(PY) -m shared.compat $(ARGS)
 
 lint: env ## ruff: lint and format, without changing a file
@@ -122,5 +122,5 @@ clean: ## remove caches, the built site and local results; models and .venv stay
 	rm -rf site results/local .pytest_cache .ruff_cache .hypothesis .cache
 	find shared steps tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv and models/, too
-	rm -rf .venv models
+distclean: clean ## remove .venv, models/ and the other environments, too
+	rm -rf .venv .compat .peers models

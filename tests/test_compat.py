@@ -58,9 +58,13 @@ def test_newest(newest):
     for family in newest["families"].values():
         for found in (family["prefill"]["empty_by_signature"], family["decode"]["filled_by_signature"]):
             assert (found["messages"], found["logits_equal"], found["cached"]) == ([], True, found["expected"])
-    if transformers.__version__ == VERSIONS[-1]:
-        assert comparable(newest) == comparable(committed(VERSIONS[-1]))
-        assert newest["hunt"] == committed(VERSIONS[-1])["hunt"]
+    published = committed(VERSIONS[-1])
+    if newest["transformers"] == published["transformers"]:
+        assert comparable(newest) == comparable(published)
+        if (
+            newest["torch"].split("+")[0] == published["torch"].split("+")[0]
+        ):  # a line of torch is in it
+            assert newest["hunt"] == published["hunt"]
 
 
 def test_oldest(oldest):
