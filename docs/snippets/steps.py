@@ -223,3 +223,19 @@ for block_size in (16, 64, 256):
 assert sum(lengths) == 458
 assert reserved == {16: 512, 64: 640, 256: 2048}  # slots taken for these 458 tokens
 # --8<-- [end:rule_of_256]
+
+# --8<-- [start:weight_bytes]
+weight, rows = torch.empty(1536, 576, device="meta"), 8  # one of the MLP's matrices of the default model
+bytes_read = weight.numel() * weight.element_size()
+operations = 2 * rows * weight.numel()
+assert operations / bytes_read == 4  # per byte, for eight rows in float32; a CPU core can do many times that
+# --8<-- [end:weight_bytes]
+
+# --8<-- [start:thin_matmul]
+for rows, size, outputs in ((1, 576, 192), (8, 576, 1536), (13, 77, 31)):
+    x, weight = torch.randn(rows, size), torch.randn(outputs, size)
+    y = step("08").thin_matmul(x, weight)
+    exact = x.double() @ weight.double().T
+    bound = size * 2**-24 * (x.double().abs() @ weight.double().abs().T)
+    assert ((y - exact).abs() <= bound).all()
+# --8<-- [end:thin_matmul]
