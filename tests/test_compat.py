@@ -61,9 +61,7 @@ def test_newest(newest):
     published = committed(VERSIONS[-1])
     if newest["transformers"] == published["transformers"]:
         assert comparable(newest) == comparable(published)
-        if (
-            newest["torch"].split("+")[0] == published["torch"].split("+")[0]
-        ):  # a line of torch is in it
+        if newest["torch"].split("+")[0] == published["torch"].split("+")[0]:  # a line of torch is in it
             assert newest["hunt"] == published["hunt"]
 
 
