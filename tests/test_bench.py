@@ -111,6 +111,13 @@ def test_breakdown_names_every_part_that_a_step_has(step, tiny):
     assert row["gather_ms"] > 0
 
 
+def test_every_byte_is_read_once_at_least(step, tiny, baseline):
+    subject, config = subject_of(step, tiny[0]), tiny[1].config
+    history = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    once = breakdown.bytes_once(subject, [10, 20])
+    assert once == breakdown.bytes_once(baseline, [10, 20]) == breakdown.bytes_once(subject, [0, 0]) + 30 * history
+
+
 def test_baseline_breakdown_shows_that_it_copies_its_history(baseline):
     with torch.inference_mode():
         row = breakdown.measure(baseline, [40, 40], 4)

@@ -53,6 +53,17 @@ def measure(subject: Subject, lengths: list[int], steps: int, slow: float = 1.0)
     }
 
 
+def bytes_once(subject: Subject, lengths: list[int]) -> int:
+    """What any decode step has to read at least once: the weights of its products, and the histories' K and V."""
+    model, config = subject.model, subject.model.config
+    embedding = model.get_parameter("model.embed_tokens.weight")
+    tensors = {p.data_ptr(): p.nbytes for p in model.parameters()}  # tied weights are one tensor with two names
+    weights = sum(tensors.values()) - (0 if config.tie_word_embeddings else embedding.nbytes)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    row = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * embedding.element_size()
+    return weights + row * sum(lengths)
+
+
 def count(subject: Subject, lengths: list[int]) -> dict:
     """Operators of a decode step at these lengths, and the operators and bytes beyond its floor and its attention.
 

@@ -58,6 +58,7 @@ def _rows(suite: str, task: dict, spec: dict, subject, device: str, dtype: torch
         else:
             lengths = workload.lengths(spec["prompts"])
             measured = breakdown.measure(subject, lengths, task["steps"]) | breakdown.count(subject, lengths)
+            measured["bytes_once"] = breakdown.bytes_once(subject, lengths)
             yield name, key | {"mean_history": sum(lengths) / len(lengths)} | measured
     elif suite == "calibration":
         yield name, {"workload": "machine", "batch": 1} | calibrate(device)

@@ -157,6 +157,7 @@ def derive(rows: dict[tuple, dict], kind: str) -> None:
                 row["floor_ms"] + row["attention_ms"] + _cost(calibration, row["cache_ops"], row["cache_bytes"])
             )
             row["misfit"] = row["predicted_ms"] / row["total_ms"]
+            row["limit_ms"] = row["bytes_once"] / calibration["read_gb_per_s"] / 1e6
         elif calibration and "bytes_moved" in row:
             row["predicted_ms"] = _cost(calibration, row["ops"], row["bytes_moved"])
             row["misfit"] = row["predicted_ms"] / row["ms"]

@@ -137,6 +137,7 @@ def ladder(report: Report) -> str:
 def where_time_goes(report: Report) -> str:
     columns = [
         ("whole step ms", lambda r: figure(r["total_ms"])),
+        ("× reading all bytes once", lambda r: figure(r["total_ms"] / r["limit_ms"] if r.get("limit_ms") else None)),
         *((label, lambda r, part=part: figure(r[f"{part}_ms"])) for part, label in PARTS.items()),
     ]
 
