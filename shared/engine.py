@@ -58,7 +58,8 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         parameters = inspect.signature(model.forward).parameters
-        self.config = CacheConfig(model, "cache" if "cache" in parameters else "past_key_values")
+        cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.config = CacheConfig(model, cache_argument)
         takes_positions = "position_ids" in parameters
         # Nobody reads the logits of a prompt's other tokens; without this they cost [T, vocab_size] floats.
         extra = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -68,13 +69,26 @@ class TransformersModel(nn.Module):
             if not takes_positions:  # such a model counts them from the attention mask
                 kwargs.pop("position_ids", None)
             try:
-                return model(*args, **kwargs, **extra)
+                return run(model, args, kwargs | extra, cache_argument)
             except (AttributeError, TypeError, ValueError) as error:
                 if isinstance(kwargs.get("past_key_values"), tuple):
                     raise UserError(no_tuples(error)) from error
                 raise
 
         self.forward = forward
+
+
+def run(model: nn.Module, args: tuple, kwargs: dict[str, object], cache_argument: str):
+    """The model's output; its attention goes through the cache's block table, if both the cache and the model can."""
+    cache = kwargs.get(cache_argument)
+    if not hasattr(cache, "attend"):
+        return model(*args, **kwargs)
+    from shared.attention import Handover, block_tables, can_read_blocks  # needs what old versions do not have
+
+    if not can_read_blocks(model):
+        return model(*args, **kwargs)
+    with block_tables(model):
+        return model(*args, **kwargs | {cache_argument: Handover(cache), "attention_mask": None})
 
 
 class CacheConfig:

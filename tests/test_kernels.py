@@ -8,12 +8,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig
 
+from shared.attention import can_read_blocks
+from shared.engine import TransformersModel
 from shared.steps import list_steps
+from tests.drive import hostile_runner
 
 pytestmark = pytest.mark.having("paged_attention")
 
@@ -170,6 +175,49 @@ def test_use_attention(step, load_tiny):
             step.ModelRunner(step.build_model(model.config).bfloat16(), num_blocks=2)
     finally:
         step.use_attention(None)
+
+
+# --- transformers' own models ---
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3", "qwen2", "qwen3"])
+def test_transformers_attends_through_the_block_table(step, make_tiny, kind, monkeypatch):
+    """Prompts of uneven lengths through transformers' model, with tokens equal to its own, and no history copied."""
+    _, model = make_tiny(kind)
+    prompts = [list(range(2, 2 + n)) for n in (1, 4, 5, 17)]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        expected.append(out[0, len(prompt) :].tolist())
+    before = model.config._attn_implementation
+    wrapped = TransformersModel(model)
+    monkeypatch.setattr(step, "read_slots", None)
+    runner = hostile_runner(step, wrapped, num_blocks=40, block_size=4)
+    outputs = step.generate(wrapped, prompts, 10, runner=runner)
+    assert model.config._attn_implementation == before
+    assert [out[: len(e)] for out, e in zip(outputs, expected)] == expected
+
+
+def test_models_that_do_not_attend_to_everything_get_dense_tensors():
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    for model_type, extra, expected in [
+        ("mistral", {"sliding_window": 8}, False),
+        ("mistral", {"sliding_window": None}, True),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, False),
+        ("qwen2", {}, True),
+        ("gemma2", {"head_dim": 8}, False),
+        ("gpt2", {}, False),
+    ]:
+        config = AutoConfig.for_model(model_type, **{**sizes, "num_key_value_heads": 2, **extra})
+        assert can_read_blocks(SimpleNamespace(config=config)) == expected, model_type
 
 
 # --- kernels for a GPU, without one ---
