@@ -17,7 +17,13 @@ import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
+<<<<<<< steps/07_block_table_attention/model.py
 from numba.core import event
+<<<<<<< steps/08_decode_matmul/model.py
+=======
+=======
+>>>>>>> steps/06_slot_mapping/model.py
+>>>>>>> steps/07_block_table_attention/model.py
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, Cache, LlamaConfig
@@ -306,7 +312,10 @@ def array(tensor):
     return tensor.detach().contiguous().numpy()
 
 
-inlined = numba.njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+def inlined(function):
+    """Compile the decorated function into the compiled functions that call it."""
+    function.__module__ = "__main__"  # as in compiled
+    return numba.njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})(function)
 
 
 @inlined
