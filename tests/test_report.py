@@ -243,7 +243,9 @@ def test_readme_table_lies_between_its_markers(files):
 def test_check_names_what_is_stale(full, files, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report_command, "build", lambda folder: dict(files))
     out = tmp_path / "out"
-    arguments = ["--results", str(full), "--out", str(out)]
+    monkeypatch.setattr(report_command, "GENERATED", out)
+    monkeypatch.setattr(report_command, "README", tmp_path / "README.md")
+    arguments = ["--results", str(full)]
     main(arguments)
     main([*arguments, "--check"])
     (out / "ladder.md").write_text("typed by hand")
@@ -258,6 +260,9 @@ def test_check_names_what_is_stale(full, files, tmp_path, capsys, monkeypatch):
     assert (out / "ladder.md").read_text() == "typed by hand", "--check must not write"
     main(arguments)
     main([*arguments, "--check"])
+    (tmp_path / "notes.txt").write_text("mine")
+    main([*arguments, "--out", str(tmp_path)])
+    assert (tmp_path / "notes.txt").exists() and (tmp_path / "ladder.md").exists()
 
 
 @pytest.mark.parametrize(("theme", "page"), [(plots.LIGHT, "#ffffff"), (plots.DARK, "#1e2129")])

@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     generated = options.out or GENERATED
     content = wanted(options.results, generated, README if options.out is None else generated / "README.md")
     old = [path for path, text in content.items() if not path.exists() or path.read_bytes() != text]
-    gone = orphans(content, generated)
+    gone = orphans(content, generated) if options.out is None else []  # a folder of the user's is not ours to tidy
     if options.check:
         for path in [*old, *gone]:
             print(f"stale: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", file=sys.stderr)

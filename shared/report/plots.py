@@ -89,14 +89,14 @@ def ladder(variants: list[str]) -> Callable[[Axes, Theme, Results], bool]:
         colours = [theme.faint if name == BASELINE else theme.series[0] for name in names]
         axes.barh(range(len(names)), times, color=colours, height=0.66)
         for i, (name, row) in enumerate(rows.items()):
-            ratio = "" if name == BASELINE else f"   {row['x_transformers_decode']:.2f}× transformers"
-            old = "   (older code)" if results.is_stale(row) else ""
-            axes.text(row["decode_step_ms"], i, f" {row['decode_step_ms']:.0f} ms{ratio}{old}", va="center")
+            ratio = "" if name == BASELINE else f", {row['x_transformers_decode']:.2f}× transformers"
+            old = " (older code)" if results.is_stale(row) else ""
+            _beside(axes, row["decode_step_ms"], i, f"{row['decode_step_ms']:.0f} ms{ratio}{old}")
         if BASELINE in rows:
             axes.axvline(rows[BASELINE]["decode_step_ms"], color=theme.ink, linewidth=0.8, linestyle=(0, (4, 3)))
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.45 * max(times))
+        axes.set_xlim(0, 1.6 * max(times))
         axes.set_xlabel("milliseconds a decode step, batch 8")
         return True
 
@@ -118,7 +118,7 @@ def where_time_goes(variants: list[str], workload: str, batch: int) -> Callable[
             axes.barh(range(len(rows)), widths, left=left, color=colour, height=0.66, label=label)
             left = [a + b for a, b in zip(left, widths)]
         for i, row in enumerate(rows.values()):
-            axes.text(left[i], i, f" {row['total_ms']:.0f} ms", va="center")
+            _beside(axes, left[i], i, f"{row['total_ms']:.0f} ms")
         axes.set_yticks(range(len(rows)), list(rows))
         axes.invert_yaxis()
         axes.set_xlim(0, 1.12 * max(left))
@@ -140,14 +140,14 @@ def sweep(
             lines.setdefault(row["variant"], []).append((int(row["workload"].rsplit("-", 1)[1]), scale * row["ms"]))
         if not lines:
             return False
-        _lines(axes, theme, lines)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_major_formatter(FuncFormatter(_plain))
             axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+        _lines(axes, theme, lines)
         return True
 
     return paint
@@ -160,12 +160,12 @@ def matmul(axes: Axes, theme: Theme, results: Results) -> bool:
         lines.setdefault(row["variant"], []).append((row["batch"], row["gb_per_s"]))
     if not lines:
         return False
-    _lines(axes, theme, lines)
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_ylim(0, 1.1 * max(y for points in lines.values() for _, y in points))
+    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
     axes.set_xlabel("rows of the product (requests in the batch)")
     axes.set_ylabel("GB/s of weights")
+    _lines(axes, theme, lines)
     return True
 
 
@@ -189,19 +189,28 @@ def cost_model(axes: Axes, theme: Theme, results: Results) -> bool:
     axes.set_ylabel("predicted, ms")
     axes.legend(frameon=False, fontsize=9)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_major_formatter(FuncFormatter(_plain))
     return True
 
 
+def _plain(value: float, position: int) -> str:
+    """A tick's number without an exponent."""
+    return f"{value:.0f}" if value >= 1 else f"{value:g}"
+
+
+def _beside(axes: Axes, x: float, y: float, text: str) -> None:
+    """Text just right of a bar's end."""
+    axes.annotate(text, (x, y), xytext=(4, 0), textcoords="offset points", va="center")
+
+
 def _lines(axes: Axes, theme: Theme, lines: dict[str, list[tuple[int, float]]]) -> None:
-    """Draw lines and name each at its right end; names that would overlap are moved apart."""
+    """Draw lines and name each at its right end; names that would overlap are moved apart. Set the scales before."""
     ends = []
     for i, (name, points) in enumerate(lines.items()):
         points = sorted(points)
         colour = theme.series[i % len(theme.series)]
         axes.plot(*zip(*points), color=colour, marker="os^Dv<>p*h"[i % 10], markersize=4, linewidth=1.6)
         ends.append((points[-1], name, colour))
-    axes.margins(x=0.03)
     axes.figure.canvas.draw()
     low = -1e9
     for (x, y), name, colour in sorted(ends, key=lambda end: end[0][1]):
