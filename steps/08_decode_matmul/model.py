@@ -17,13 +17,7 @@ import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-<<<<<<< steps/07_block_table_attention/model.py
 from numba.core import event
-<<<<<<< steps/08_decode_matmul/model.py
-=======
-=======
->>>>>>> steps/06_slot_mapping/model.py
->>>>>>> steps/07_block_table_attention/model.py
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, Cache, LlamaConfig
