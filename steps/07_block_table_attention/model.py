@@ -126,10 +126,11 @@ def attend(q, k_pool, v_pool, block_tables, seq_lens, scale, num_threads):
         for b in range(B):
             start, stop = max(first - before, 0), min(last - before, seq_lens[b])
             before += seq_lens[b]
+            heads, tops, totals, sums = q[b], top[t, b], total[t, b], summed[t, b]
             for h in range(H):
-                top[t, b, h], total[t, b, h] = -np.inf, 0
+                tops[h], totals[h] = -np.inf, 0
                 for d in range(D):
-                    summed[t, b, h, d] = 0
+                    sums[h, d] = 0
             for tile in range(start, stop, TILE):
                 tokens = min(TILE, stop - tile)
                 quarter = (tokens + 3) // 4
@@ -142,7 +143,7 @@ def attend(q, k_pool, v_pool, block_tables, seq_lens, scale, num_threads):
                         k0, k1 = k_pool[block[i0], slot[i0], kv], k_pool[block[i1], slot[i1], kv]
                         k2, k3 = k_pool[block[i2], slot[i2], kv], k_pool[block[i3], slot[i3], kv]
                         for h in range(kv * group, (kv + 1) * group):
-                            head, w = q[b, h], weights[h]
+                            head, w = heads[h], weights[h]
                             s0 = s1 = s2 = s3 = np.float32(0)
                             for d in range(D):
                                 s0 += head[d] * k0[d]
@@ -151,25 +152,25 @@ def attend(q, k_pool, v_pool, block_tables, seq_lens, scale, num_threads):
                                 s3 += head[d] * k3[d]
                             w[i0], w[i1], w[i2], w[i3] = s0 * scale, s1 * scale, s2 * scale, s3 * scale
                 for h in range(H):
-                    w, old_top, tile_total = weights[h], top[t, b, h], np.float32(0)
+                    w, s, highest, tile_total = weights[h], sums[h], tops[h], np.float32(0)
                     for i in range(tokens):
-                        top[t, b, h] = max(top[t, b, h], w[i])
+                        highest = max(highest, w[i])
                     for i in range(tokens):
-                        w[i] = math.exp(w[i] - top[t, b, h])
+                        w[i] = math.exp(w[i] - highest)
                         tile_total += w[i]
                     for i in range(tokens, 4 * quarter):
                         w[i] = 0
-                    shrink = math.exp(old_top - top[t, b, h])
-                    total[t, b, h] = total[t, b, h] * shrink + tile_total
+                    shrink = math.exp(tops[h] - highest)
+                    tops[h], totals[h] = highest, totals[h] * shrink + tile_total
                     for d in range(D):
-                        summed[t, b, h, d] *= shrink
+                        s[d] *= shrink
                 for i0 in range(quarter):
                     i1, i2, i3 = i0 + quarter, i0 + 2 * quarter, i0 + 3 * quarter
                     for kv in range(num_kv_heads):
                         v0, v1 = v_pool[block[i0], slot[i0], kv], v_pool[block[i1], slot[i1], kv]
                         v2, v3 = v_pool[block[i2], slot[i2], kv], v_pool[block[i3], slot[i3], kv]
                         for h in range(kv * group, (kv + 1) * group):
-                            w, s = weights[h], summed[t, b, h]
+                            w, s = weights[h], sums[h]
                             w0, w1, w2, w3 = w[i0], w[i1], w[i2], w[i3]
                             for d in range(D):
                                 s[d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d]

@@ -493,7 +493,7 @@ MUTANTS = (
         "kernel-groups-heads-wrongly",
         "query heads are dealt out to the key heads in turn instead of in groups",
         (
-            Edit("07", "attend", "head, w = q[b, h],", "head, w = q[b, (h - kv * group) * num_kv_heads + kv],"),
+            Edit("07", "attend", "head, w = heads[h],", "head, w = heads[(h - kv * group) * num_kv_heads + kv],"),
             Edit(
                 "07",
                 "reference_attention",
@@ -506,7 +506,7 @@ MUTANTS = (
         "old-sum-not-scaled-down",
         "when a larger score comes, the weights summed up before stay as they are",
         (
-            Edit("07", "attend", "math.exp(old_top - top[t, b, h])", "math.exp(old_top - old_top)"),
+            Edit("07", "attend", "math.exp(tops[h] - highest)", "math.exp(highest - highest)"),
             Edit("07", "reference_attention", "summed * shrink +", "summed +"),
         ),
     ),
