@@ -71,7 +71,7 @@ def full() -> Plan:
         kind="full",
         workloads=(chat(8), chat(1), chat(4), *histories, mixed()),
         breakdowns=(chat(8), chat(1), with_history(512, 8), with_history(2048, 8)),
-        repeats={"chat": 3, "mixed": 2, "history-512": 2, "history-2048": 2},
+        repeats={"chat": 2, "mixed": 1, "history-512": 1, "history-2048": 1},
         write_points=(*((1, n) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)), (8, 1)),
         gather_points=tuple((batch, n) for batch in (1, 8) for n in (32, 128, 512, 2048)),
         attention_points=((8, 128), (8, 512), (8, 2048), (1, 2048)),
