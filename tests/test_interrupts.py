@@ -38,7 +38,14 @@ def start(command, models_dir, **options):
     environment = {**os.environ, "MODELS_DIR": str(models_dir), "OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=environment, start_new_session=True, text=True, **options
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        text=True,
+        # Where the tests were started in the background, SIGINT is ignored, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
     )
 
 

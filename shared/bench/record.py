@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from shared.errors import UserError
 from shared.steps import ROOT
 
 RESULTS = ROOT / "results"
@@ -72,7 +73,7 @@ class Record:
         if resume and _identity(old["environment"]) == _identity(env):
             self.environment = old["environment"] | {name: env[name] for name in ("commit", "dirty")}
             for row in old["rows"]:
-                if row["code_hash"] == hashes.get(row["variant"].split("/")[0], row["code_hash"]):
+                if row.get("code_hash") == hashes.get(row["variant"].split("/")[0], row.get("code_hash")):
                     self.rows[key(row)] = row
         else:
             os.replace(path, path.with_suffix(".previous.json"))
@@ -82,7 +83,15 @@ class Record:
 
 
 def load(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """A results file. UserError for anything else: it is not read as empty, since the next row would overwrite it."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        whole = isinstance(results["environment"], dict) and all(row.keys() >= set(KEY) for row in results["rows"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path} is damaged, or no results file: remove it, or give --output another name")
+    return results
 
 
 def write_json(path: Path, results: dict) -> None:
