@@ -6,6 +6,7 @@ Exit code 0 when all are noticed, 1 when one is not or no longer fits the code.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import shutil
@@ -67,7 +68,8 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     start = time.monotonic()
-    results = run(pairs, options.jobs)
+    known = RESULTS if RESULTS.exists() and not options.write else None
+    results = run(pairs, options.jobs, known)
     print_table(results)
     bad = [result for result in results if not result.caught]
     print(f"{len(results) - len(bad)} of {len(results)} noticed, {len(MUTANTS)} bugs, {time.monotonic() - start:.0f} s")
@@ -92,8 +94,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def run(pairs: list[tuple[Mutant, Step]], jobs: int) -> list[Result]:
-    """Results in the order of `pairs`. What does not fit the code is a result, too, and costs no run."""
+def run(pairs: list[tuple[Mutant, Step]], jobs: int, known: Path | None = None) -> list[Result]:
+    """Results in the order of `pairs`. What does not fit the code is a result, too, and costs no run.
+
+    `known`: an earlier zoo.json; where its test still notices the bug, no other is run.
+    """
     results: dict[tuple[str, str], Result] = {}
     with tempfile.TemporaryDirectory(prefix="zoo-") as temporary:
         waiting: dict[str, tuple[Mutant, Step]] = {}
@@ -109,7 +114,7 @@ def run(pairs: list[tuple[Mutant, Step]], jobs: int) -> list[Result]:
             shutil.copytree(step.path, folder, ignore=shutil.ignore_patterns("__pycache__"))
             (folder / "model.py").write_text(planted, encoding="utf-8")
             waiting[slug] = mutant, step
-        for found in follow(shares, len(waiting)):
+        for found in follow(shares, len(waiting), known):
             mutant, step = waiting.pop(found["slug"])
             results[mutant.name, step.slug] = judge(mutant, step, found)
         for mutant, step in waiting.values():
@@ -126,9 +131,9 @@ def judge(mutant: Mutant, step: Step, found: dict) -> Result:
     return Result(mutant, step, found["test"], found["message"], found.get("symptom", ""), found["seconds"], problem)
 
 
-def follow(shares: list[Path], total: int) -> Iterator[dict]:
+def follow(shares: list[Path], total: int, known: Path | None) -> Iterator[dict]:
     """Run a worker for each share and yield what they find, as they find it; a worker that dies is started again."""
-    workers = [Worker(share) for share in shares if share.is_dir()]
+    workers = [Worker(share, known) for share in shares if share.is_dir()]
     columns = TextColumn("bugs planted"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=total)
@@ -145,7 +150,7 @@ def follow(shares: list[Path], total: int) -> Iterator[dict]:
                         if found := worker.casualty():
                             progress.advance(task)
                             yield found
-                            workers.append(Worker(worker.share))
+                            workers.append(Worker(worker.share, known))
         finally:
             for worker in workers:
                 worker.stop()
@@ -154,7 +159,7 @@ def follow(shares: list[Path], total: int) -> Iterator[dict]:
 class Worker:
     """A process that runs the steps in one folder, one after the other, and removes nothing."""
 
-    def __init__(self, share: Path):
+    def __init__(self, share: Path, known: Path | None):
         self.share = share
         self.result_file = share / "results.jsonl"
         self.log = share / "log.txt"
@@ -162,6 +167,7 @@ class Worker:
         self.read = self.result_file.stat().st_size
         self.last_word = time.monotonic()
         command = [sys.executable, "-m", "tests.zoo.worker", str(share), str(self.result_file)]
+        command += [str(known)] if known else []
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
@@ -220,7 +226,7 @@ def print_table(results: list[Result]) -> None:
 
 
 def write(results: list[Result]) -> None:
-    """results/zoo.json: a row per mutant and step, with the hash of the step's code."""
+    """results/zoo.json: the mutants, and a row for each mutant and step with the hash of the step's code."""
     rows = [
         {
             "mutant": result.mutant.name,
@@ -231,16 +237,29 @@ def write(results: list[Result]) -> None:
         }
         for result in results
     ]
+    mutants = {}
+    for result in results:
+        mutant = result.mutant
+        if mutant.name not in mutants:
+            mutants[mutant.name] = {"bug": mutant.bug, "seen": mutant.seen, "diff": changed_lines(mutant, result.step)}
+    document = {"mutants": mutants, "rows": rows}
     temporary = RESULTS.with_suffix(".tmp")
     RESULTS.parent.mkdir(exist_ok=True)
     try:
-        temporary.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, RESULTS)
     except OSError as error:
         raise UserError(
             f"could not write {RESULTS} ({error.strerror}): make room, or make the folder writable"
         ) from None
     print(f"wrote {RESULTS.relative_to(ROOT)}; `make report` makes the page's table of it")
+
+
+def changed_lines(mutant: Mutant, step: Step) -> list[str]:
+    """The mutant as a diff of the step's model.py, without context: lines that begin with - or +."""
+    old = step.model_py.read_text(encoding="utf-8")
+    diff = difflib.unified_diff(old.splitlines(), plant(mutant, step.number, old).splitlines(), lineterm="", n=0)
+    return [line for line in diff if not line.startswith(("---", "+++", "@@"))]
 
 
 if __name__ == "__main__":
