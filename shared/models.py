@@ -75,8 +75,9 @@ def load_tokenizer(folder: Path):
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{folder} has no tokenizer that can be read: {_first_line(error)}") from None
+    except Exception as error:  # it reads config.json, too, and transformers raises many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder} has no tokenizer that can be read: {reason}") from None
 
 
 def encode_prompts(tokenizer, texts: Iterable[str]) -> list[list[int]]:

@@ -88,6 +88,7 @@ def measure(options: argparse.Namespace) -> None:
     if plan.kind == "quick":
         env["new_tokens"] = options.new_tokens
     results = record.Record(options.output or record.path_for(env), env, code_hashes(plan), options.resume)
+    results.save()  # an unwritable place is found now, not after the first measurement
     if plan.left_out:
         print(f"Left out of this quick run: {plan.left_out}.")
     try:
