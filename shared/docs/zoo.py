@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from shared.errors import UserError
@@ -45,7 +46,9 @@ def _symptoms(rows: list[dict]) -> str:
     """What each step shows; said once where several show the same."""
     same: dict[str, list[dict]] = {}
     for row in rows:
-        same.setdefault(row["symptom"], []).append(row)
+        # Of an exception the type will do: its words differ from step to step where the mistake is the same.
+        symptom = re.sub(r"(crashes at [^:]+: \w+).*", r"\1", row["symptom"])
+        same.setdefault(symptom, []).append(row)
     if len(same) == 1:
         return _cell(next(iter(same)))
     return "<br>".join(f"{_numbers(part)}: {_cell(symptom)}" for symptom, part in same.items())

@@ -222,7 +222,6 @@ MUTANTS = (
                 "max(1, seq_len // k_pool.shape[1])",
             ),
         ),
-        GITHUB + "microsoft/SeerAttention/pull/36",
     ),
     Mutant(
         "read-in-pool-order",
@@ -410,6 +409,7 @@ MUTANTS = (
         "table-keeps-freed-blocks",
         "blocks go back to the free list and stay in the request's table",
         (Edit(ALL, "PagedKVCache.free", "self.block_tables.pop(request_id)", "self.block_tables[request_id]"),),
+        GITHUB + "gittensor-ai-lab/sparkinfer/pull/185",
     ),
     Mutant(
         "one-block-never-comes-back",
@@ -434,7 +434,6 @@ MUTANTS = (
         "length-outlives-the-request",
         "a freed request's length stays, and the next request of that id starts behind it",
         (Edit(ALL, "PagedKVCache.free", "        del self.seq_lens[request_id]\n", ""),),
-        GITHUB + "gittensor-ai-lab/sparkinfer/pull/185",
     ),
     # --- slots
     Mutant(
@@ -445,7 +444,6 @@ MUTANTS = (
                 "06", "PagedKVCache.begin_step", "positions < 0, self.num_blocks * self.block_size", "positions < 0, -1"
             ),
         ),
-        GITHUB + "vllm-project/vllm/issues/53982",
     ),
     Mutant(
         "padding-is-a-real-slot",
@@ -802,7 +800,6 @@ MUTANTS = (
                 "",
             ),
         ),
-        GITHUB + "GeeeekExplorer/nano-vllm/issues/117",
     ),
     # --- generate
     Mutant(
