@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from shared.docs import tolerance
+from shared.docs import zoo as page
+from shared.errors import UserError
 from shared.steps import ROOT, list_steps
 from tests.zoo import __main__ as zoo
 from tests.zoo import worker
@@ -112,3 +115,53 @@ def test_written_table_is_of_these_mutants():
     numbers = {(row["mutant"], row["step"].split("_")[0]) for row in rows}
     assert numbers == {(mutant.name, number) for mutant in MUTANTS for number in mutant.steps}
     assert all(row["caught_by"] and row["symptom"] for row in rows)
+
+
+# --- the page ---
+
+
+def test_page(tmp_path):
+    """Equal symptoms are said once, a crash is named by its type, and nothing in a cell is taken for markup."""
+    slug = list_steps(ROOT / "steps")[0].slug
+    rows = [
+        {"mutant": "a", "step": f"0{n}_x", "code": "1", "caught_by": "test_a.py::test_b", "symptom": symptom}
+        for n, symptom in enumerate(
+            [
+                "crashes at token 2: IndexError: 5",
+                "crashes at token 2: IndexError: 6",
+                "one | two",
+                "crashes at token 2: KeyError",
+            ],
+            start=1,
+        )
+    ]
+    rows[0] |= {"step": slug, "code": "not the code of today"}
+    document = {"mutants": {"a": {"bug": "it breaks", "seen": "https://x", "diff": ["-    1", "+    2"]}}, "rows": rows}
+    path = tmp_path / "zoo.json"
+    path.write_text(json.dumps(document))
+    pages = page.render(path)
+    (row,) = [line for line in pages["bugs.md"].splitlines() if "It breaks" in line]
+    _, bug, symptom, steps, notices, _ = (cell.strip() for cell in row.replace("\\|", "/").split("|"))
+    assert bug == "It breaks ([seen](https://x))"
+    assert symptom == "01, 02: Crashes at token 2: IndexError<br>03: One / two<br>04: Crashes at token 2: KeyError"
+    assert (steps, notices) == ("01 to 04", "`test_b`")
+    assert f"The code of {slug}, 02_x, 03_x, 04_x has changed since." in pages["bugs.md"]
+    assert "    ```diff\n    -    1\n    +    2\n    ```" in pages["bugs-code.md"]
+
+
+def test_page_without_results(tmp_path):
+    assert "not been planted yet" in page.render(tmp_path / "none.json")["bugs.md"]
+    (tmp_path / "zoo.json").write_text('{"rows": []}')
+    with pytest.raises(UserError, match=r"zoo\.json is no result"):
+        page.render(tmp_path / "zoo.json")
+
+
+def test_tolerance_table(tmp_path):
+    assert tolerance.render(tmp_path / "none.json") == {"tolerance.md": "Not measured yet.\n"}
+    row = {"dtype": "float16", "way": "batch", "error": 0.0123, "equal": 63, "tokens": 64, "largest": 21.7}
+    environment = {"model": "m", "torch": "1", "transformers": "2"}
+    path = tmp_path / "tolerance.json"
+    path.write_text(json.dumps({"environment": environment, "step": "05_x", "rows": [row]}))
+    table = tolerance.render(path)["tolerance.md"]
+    assert "| float16 | in a batch, against alone | 0.01 | 63 of 64 |" in table
+    assert "m on the CPU, step 05, torch 1, transformers 2; the largest logit is 22." in table
