@@ -28,6 +28,7 @@ def measure(subject: Subject, lengths: list[int], steps: int, slow: float = 1.0)
     floor = subject.floor(len(lengths))
     floors, totals, parts = [], [], {part: [] for part in PARTS[1:]}
     with torch.inference_mode():
+        subject.start(lengths, 1)  # a runner may prepare the model, whose floor is then another one
         floor()
         for _ in range(max(3, min(steps, 8))):
             with subject.sections() as sections:
