@@ -26,9 +26,12 @@ LENGTHS = (6, 16, 17, 40)
 CLOSE = 1e-4
 
 
+_models = tempfile.TemporaryDirectory(prefix="zoo-models-")  # removed when the process ends
+
+
 @cache
 def _folder(kind: str) -> Path:
-    return reference.save_model(kind, Path(tempfile.mkdtemp(prefix=f"zoo-{kind}-")))
+    return reference.save_model(kind, Path(_models.name) / kind)
 
 
 def observe(slug: str) -> str:
