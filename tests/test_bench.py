@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from shared.bench import breakdown, conduct, end_to_end, plan, record
+from shared.bench import breakdown, conduct, end_to_end, plan, record, subjects
 from shared.bench.__main__ import main
 from shared.bench.subjects import BaselineSubject, Sections, StepSubject
 from shared.bench.workloads import Workload, encode_all
@@ -153,7 +153,8 @@ def test_sections_do_not_nest():
 
 def small_plan(**changes):
     steps = tuple(list_steps()[:2])
-    return dataclasses.replace(plan.quick(4), steps=steps, suites=("end_to_end",), **changes)
+    defaults = {"steps": steps, "suites": ("end_to_end",), "repeats": {"chat": 2}}
+    return dataclasses.replace(plan.quick(4), **defaults | changes)
 
 
 def fake_child(log, wall_s=1.0, fail_after=None):
@@ -188,6 +189,58 @@ def test_variants_alternate_between_repeats(results, monkeypatch):
     conduct.conduct(small_plan(), results(), {}, lambda line: None)
     a, b = (step.slug for step in list_steps()[:2])
     assert log == [("transformers", 1), (a, 1), (b, 1), (b, 2), (a, 2), ("transformers", 2)]
+
+
+def test_one_process_does_all_of_a_variant():
+    """In the first round, behind what is timed end to end; a second round repeats only that."""
+    steps = tuple(list_steps())
+    everything = dataclasses.replace(plan.quick(4), steps=steps)
+    rounds = list(plan._rounds(everything, {}))
+    variants = [variant for variant, _ in rounds]
+    assert variants == [plan.MACHINE, *everything.variants]
+    for variant, tasks in rounds[1:]:
+        suites = [task["suite"] for task in tasks]
+        assert suites[:3] == ["end_to_end", "decode_step", "counts"], variant
+    again = list(plan._rounds(dataclasses.replace(everything, repeats={"chat": 2}), {}))[len(rounds) :]
+    assert [variant for variant, _ in again] == variants[:0:-1]
+    assert all([task["suite"] for task in tasks] == ["end_to_end"] for _, tasks in again)
+
+
+def test_transformers_with_another_attention_is_a_baseline_end_to_end_only():
+    flash = dataclasses.replace(plan.full(), steps=(), baselines=(plan.BASELINE, plan.FLASH_BASELINE))
+    tasks = {task["suite"] for variant, round_ in plan._rounds(flash, {}) for task in round_ if "/" in variant}
+    suites = {suite for suite, variant, *_ in plan.expected_keys(flash) if variant == plan.FLASH_BASELINE}
+    assert tasks == suites == {"end_to_end"}
+    hashes = conduct.code_hashes(flash)
+    assert conduct.hash_of(plan.FLASH_BASELINE, hashes) == hashes[plan.BASELINE]
+
+
+def test_transformers_with_another_attention_gives_the_same_tokens(monkeypatch, tiny):
+    """eager stands in for flash-attn, which needs a GPU: the same path, another name."""
+    monkeypatch.setattr(subjects, "resolve_model", lambda name: tiny[0])
+    plain, eager = (
+        subjects.make_subject(name, "tiny", "cpu", torch.float32) for name in ("transformers", "transformers/eager")
+    )
+    assert eager.model.config._attn_implementation == "eager" and eager.name == "transformers/eager"
+    assert plain.model.config._attn_implementation == "sdpa"
+    expected = measure(plain, None)["token_ids"]
+    sample = measure(eager, expected)
+    assert sample["tokens_equal"] and "token_ids" not in sample
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "installed", "reason"),
+    [
+        ("cpu", "float16", True, "needs a CUDA device"),
+        ("cuda", "float32", True, "half precision only"),
+        ("cuda", "float16", False, "not installed"),
+        ("cuda:0", "bfloat16", True, None),
+    ],
+)
+def test_why_there_is_no_flash_attention(device, dtype, installed, reason, monkeypatch):
+    monkeypatch.setattr(subjects, "is_flash_attn_2_available", lambda: installed)
+    found = subjects.why_no_flash_attention(device, getattr(torch, dtype))
+    assert found is None if reason is None else reason in found
 
 
 def test_interrupted_and_continued_measures_nothing_twice(results, monkeypatch):
@@ -326,10 +379,9 @@ def test_killed_half_way_and_repeated(tmp_path):
     before = {record.key(row): row for row in record.load(output)["rows"]}
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     after = {record.key(row): row for row in record.load(output)["rows"]}
-    assert 2 <= len(before) < 6 and len(after) == 3 and "x transformers" in done.stdout
+    assert len(before) == 2 and len(after) == 3 and "x transformers" in done.stdout
     for key, row in before.items():
-        assert after[key]["samples"][: len(row["samples"])] == row["samples"]
-    assert all([s["repeat"] for s in row["samples"]] == [1, 2] for row in after.values())
+        assert after[key]["samples"] == row["samples"]
 
 
 def test_shapes_have_prompts_without_a_tokenizer():

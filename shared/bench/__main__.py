@@ -17,7 +17,7 @@ EPILOG = """\
 Each variant runs in a fresh process. Its tokens are compared with transformers' before anything is timed.
 What is finished is in results/local/ at once; interrupt when you like, the same command continues.
 
-  python -m shared.bench quick                              a few minutes: eight chat prompts, few tokens, short sweeps
+  python -m shared.bench quick                              a few minutes: eight chat prompts, 32 tokens each
   python -m shared.bench full                               everything, about half an hour on two cores
   python -m shared.bench full --model shape:qwen2.5-7b --device cuda --dtype float16    random weights, no download
   python -m shared.bench quick --steps 03 04 --suites end_to_end gather                 only these
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SUITE",
         help="only these of: end_to_end decode_step counts write gather attention matmul",
     )
-    add("--new-tokens", type=int, default=48, help="quick only: new tokens of each request (default 48)")
+    add("--new-tokens", type=int, default=32, help="quick only: new tokens of each request (default 32)")
     add(
         "--resume", action=argparse.BooleanOptionalAction, default=True, help="continue an earlier run of the same kind"
     )
@@ -65,9 +65,12 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace) -> None:
     """Run the quick or the full plan and print its table."""
+    import torch
+
     from shared.bench import plan as plans
     from shared.bench import record, table
     from shared.bench.conduct import code_hashes, conduct
+    from shared.bench.subjects import why_no_flash_attention
     from shared.bench.workloads import encode_all
     from shared.engine import steps_with_cache_object
     from shared.steps import find_step, list_steps
@@ -80,9 +83,13 @@ def measure(options: argparse.Namespace) -> None:
     if unknown := set(suites) - set(plans.SUITES):
         raise UserError(f"no suite {sorted(unknown)[0]!r}: there are {', '.join(plans.SUITES)}")
     plan = dataclasses.replace(plan, steps=tuple(sorted(steps, key=lambda step: step.slug)), suites=suites)
+    no_flash = why_no_flash_attention(options.device, getattr(torch, options.dtype))
+    if no_flash is None:
+        plan = dataclasses.replace(plan, baselines=(plans.BASELINE, plans.FLASH_BASELINE))
     prompts = encode_all(options.model)
     env = record.environment(plan.kind, options.model, options.device, options.dtype, options.threads)
     env |= {"model_argument": options.model, "prompts": record.digest(prompts)}
+    env["not_measured"] = {} if no_flash is None else {plans.FLASH_BASELINE: no_flash}
     if not own:
         env["engine"] = options.engine
     if plan.kind == "quick":

@@ -96,31 +96,32 @@ def replaced(changes: list[tuple[object, str, object]]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def calibrate(device: str) -> dict[str, float]:
+def calibrate(device: str) -> dict[str, object]:
     """The two parameters of the cost model and the machine's read bandwidth, in a few seconds.
 
-    t0_us: one dispatched operator on a few bytes, the mean of the kinds the steps use. copy_gb_per_s: a large copy,
-    bytes read plus bytes written. read_gb_per_s: bytes a sum over a large tensor reads.
+    t0_us: one dispatched operator on a few bytes, the mean of the kinds the steps use. kinds_us: each kind alone.
+    copy_gb_per_s: a large copy, bytes read plus bytes written. read_gb_per_s: bytes a sum over a large tensor reads.
     """
     row, pool = torch.zeros(64, device=device), torch.zeros(16, 64, device=device)
     index = torch.zeros(1, dtype=torch.long, device=device)
-    small = [
-        lambda: pool[3],
-        lambda: row + row,
-        lambda: row.copy_(pool[5]),
-        lambda: pool[index],
-        lambda: torch.cat((row, row)),
-        lambda: torch.arange(4, device=device),
-    ]
+    small = {
+        "view": lambda: pool[3],
+        "add": lambda: row + row,
+        "view and copy": lambda: row.copy_(pool[5]),
+        "index": lambda: pool[index],
+        "cat": lambda: torch.cat((row, row)),
+        "arange": lambda: torch.arange(4, device=device),
+    }
     with torch.inference_mode():
-        per_op = [spread(sample(f, device, 0.2))[0] / count_ops(f).all for f in small]
+        kinds = {name: 1e3 * spread(sample(f, device, 0.2))[0] / count_ops(f).all for name, f in small.items()}
         large = torch.ones(64 * 2**20 if device == "cpu" else 2**28, device=device)
         target = torch.empty_like(large)
         copy = min(sample(lambda: target.copy_(large), device, 1.0))
         read = min(sample(lambda: large.sum(), device, 1.0))
     nbytes = large.numel() * large.element_size()
     return {
-        "t0_us": 1e3 * statistics.mean(per_op),
+        "t0_us": statistics.mean(kinds.values()),
+        "kinds_us": kinds,
         "copy_gb_per_s": 2 * nbytes / copy / 1e6,
         "read_gb_per_s": nbytes / read / 1e6,
     }

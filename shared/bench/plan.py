@@ -1,6 +1,6 @@
 """What is measured in which order, and what is left to do when some of it has been measured already.
 
-A plan is a list of phases; each names the tasks of every variant. What a task still lacks is read from the record, so
+A plan is a list of rounds; each names the tasks of every variant. What a task still lacks is read from the record, so
 that continuing an interrupted run and running at all are the same thing.
 """
 
@@ -15,6 +15,8 @@ from shared.bench.workloads import Workload, chat, mixed, with_history
 from shared.steps import Step
 
 BASELINE, MACHINE = "transformers", "machine"
+# The baseline again with another attention, end to end only: `transformers/` and the name transformers gives it.
+FLASH_BASELINE = f"{BASELINE}/flash_attention_2"
 SUITES = ("end_to_end", "decode_step", "counts", "write", "gather", "attention", "matmul")
 
 # A workload whose sample took longer than this is not repeated, save the one the README's table shows.
@@ -40,27 +42,38 @@ class Plan:
     attention_points: tuple[tuple[int, int], ...]
     matmul_rows: tuple[int, ...]
     left_out: str
+    decode_steps: int = 16
+    check_tokens: int = 8
     suites: tuple[str, ...] = SUITES
     steps: tuple[Step, ...] = ()
+    baselines: tuple[str, ...] = (BASELINE,)
 
     @property
     def variants(self) -> list[str]:
+        """Whatever is compared end to end, the baseline first."""
+        return [*self.baselines, *(step.slug for step in self.steps)]
+
+    @property
+    def taken_apart(self) -> list[str]:
+        """The variants whose decode step is broken into parts, and counted."""
         return [BASELINE, *(step.slug for step in self.steps)]
 
 
-def quick(new_tokens: int = 48) -> Plan:
+def quick(new_tokens: int = 32) -> Plan:
     return Plan(
         kind="quick",
         workloads=(chat(8, new_tokens),),
-        breakdowns=(chat(8, new_tokens), with_history(512, 8)),
-        repeats={"chat": 2},
+        breakdowns=(chat(8, new_tokens),),
+        repeats={"chat": 1},
         write_points=((1, 1), (1, 16), (1, 256), (8, 1)),
         gather_points=((8, 128), (8, 512)),
         attention_points=((8, 512),),
         matmul_rows=(1, 8),
+        decode_steps=8,
+        check_tokens=4,
         left_out=(
-            f"chat at batch 8 with {new_tokens} new tokens only; no batch 1 and 4, no mixed prompts, no long histories "
-            "end to end, few sizes in the sweeps, at most two repeats: `make bench-full` has all of it"
+            f"chat at batch 8 with {new_tokens} new tokens, once each; no batch 1 and 4, no mixed prompts, no long "
+            "histories, few sizes in the sweeps: `make bench-full` has all of it"
         ),
     )
 
@@ -82,7 +95,7 @@ def full() -> Plan:
 
 def next_job(plan: Plan, rows: dict[tuple, dict]) -> tuple[str, list[dict]] | None:
     """The variant to run next and its tasks, given the rows so far; None when all is done."""
-    for variant, tasks in _phases(plan, rows):
+    for variant, tasks in _rounds(plan, rows):
         if tasks:
             return variant, tasks
     return None
@@ -93,6 +106,7 @@ def expected_keys(plan: Plan) -> list[tuple]:
     keys = [CALIBRATION] if needs_calibration(plan) else []
     for variant in plan.variants:
         keys += [("end_to_end", variant, w.name, w.batch) for w in plan.workloads if "end_to_end" in plan.suites]
+    for variant in plan.taken_apart:
         keys += [("decode_step", variant, w.name, w.batch) for w in plan.breakdowns if "decode_step" in plan.suites]
         keys += [("counts", variant, "decode_step", 8)] if "counts" in plan.suites else []
     for suite, points, functions in (("write", plan.write_points, WRITERS), ("gather", plan.gather_points, READERS)):
@@ -131,20 +145,18 @@ def _functions(step: Step) -> dict[str, str]:
     return {node.name: ast.dump(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def _phases(plan: Plan, rows: dict[tuple, dict]) -> Iterator[tuple[str, list[dict]]]:
-    """(variant, tasks still to do) in the order of the run: every phase goes over all variants."""
-    if needs_calibration(plan) and CALIBRATION not in rows:
-        yield MACHINE, [{"suite": "calibration"}]
+def _rounds(plan: Plan, rows: dict[tuple, dict]) -> Iterator[tuple[str, list[dict]]]:
+    """(variant, tasks still to do) in the order of the run: every round goes over all variants."""
+    calibration = [{"suite": "calibration"}] if needs_calibration(plan) and CALIBRATION not in rows else []
+    yield MACHINE, calibration + _micro(plan, MACHINE, rows)
     for repeat in range(1, max(plan.repeats.values()) + 1):
         # Back and forth, so that no variant always runs at the same age of the machine; the first time the baseline
         # leads, since the others' tokens are compared with its.
         for variant in plan.variants if repeat % 2 else reversed(plan.variants):
-            yield variant, _end_to_end(plan, variant, repeat, rows)
-        if repeat == 1:
-            for variant in reversed(plan.variants):
-                yield variant, _breakdowns(plan, variant, rows)
-            for variant in [MACHINE, *plan.variants]:
-                yield variant, _micro(plan, variant, rows)
+            tasks = _end_to_end(plan, variant, repeat, rows)
+            if repeat == 1 and variant in plan.taken_apart:  # in the same process, behind what is timed end to end
+                tasks += _breakdowns(plan, variant, rows) + _micro(plan, variant, rows)
+            yield variant, tasks
 
 
 def _end_to_end(plan: Plan, variant: str, repeat: int, rows: dict[tuple, dict]) -> list[dict]:
@@ -162,8 +174,8 @@ def _end_to_end(plan: Plan, variant: str, repeat: int, rows: dict[tuple, dict]) 
                 "workload": asdict(workload),
                 "repeat": repeat,
                 "expected": None if variant == BASELINE else baseline.get("token_ids"),
-                "check_tokens": 8,
-                "steps": 16,
+                "check_tokens": plan.check_tokens,
+                "steps": plan.decode_steps,
             }
         )
     return tasks
@@ -186,7 +198,7 @@ def _breakdowns(plan: Plan, variant: str, rows: dict[tuple, dict]) -> list[dict]
     if "decode_step" not in plan.suites:
         return []
     missing = [w for w in plan.breakdowns if ("decode_step", variant, w.name, w.batch) not in rows]
-    return [{"suite": "decode_step", "workload": asdict(w), "steps": 16} for w in missing]
+    return [{"suite": "decode_step", "workload": asdict(w), "steps": plan.decode_steps} for w in missing]
 
 
 def _micro(plan: Plan, variant: str, rows: dict[tuple, dict]) -> list[dict]:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StoppingCriteria
+from transformers.utils import is_flash_attn_2_available
 
 from shared.bench.measure import replaced, synchronize
 from shared.bench.plan import BASELINE
@@ -32,16 +33,25 @@ BLOCK_SIZE = 16
 OnToken = Callable[[int, int], None]
 
 
-def load_baseline_model(model: str, device: str, dtype: torch.dtype) -> torch.nn.Module:
+def why_no_flash_attention(device: str, dtype: torch.dtype) -> str | None:
+    """Why transformers cannot be measured with flash-attn here; None if it can."""
+    if not device.startswith("cuda"):
+        return "flash-attn needs a CUDA device"
+    if dtype == torch.float32:
+        return "flash-attn computes in half precision only"
+    return None if is_flash_attn_2_available() else "flash-attn is not installed"
+
+
+def load_baseline_model(model: str, device: str, dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
     """The transformers model of that name; for a shape, one with random weights that are the same in every process."""
     if model.startswith(SHAPE):
         torch.manual_seed(0)
         with torch.device(device):
             loaded = AutoModelForCausalLM.from_config(
-                shape_config(model.removeprefix(SHAPE)), dtype=dtype, attn_implementation="sdpa"
+                shape_config(model.removeprefix(SHAPE)), dtype=dtype, attn_implementation=attention
             )
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, attn_implementation="sdpa")
+        loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, attn_implementation=attention)
     return loaded.to(device).eval().requires_grad_(False)
 
 
@@ -244,8 +254,8 @@ class _Clock(StoppingCriteria):
 class BaselineSubject(Subject):
     """transformers: `generate` end to end, and the same prefill and decode by hand with its DynamicCache."""
 
-    def __init__(self, model: torch.nn.Module):
-        self.name, self.code, self.model = BASELINE, f"transformers {transformers.__version__}", model
+    def __init__(self, model: torch.nn.Module, name: str = BASELINE):
+        self.name, self.code, self.model = name, f"transformers {transformers.__version__}", model
         weight = next(model.parameters())
         self.device, self.dtype = str(weight.device), weight.dtype
         self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)  # no stop tokens
@@ -312,12 +322,14 @@ class BaselineSubject(Subject):
 
 
 def make_subject(name: str, model: str, device: str, dtype: torch.dtype, engine: str = "own") -> Subject:
-    """The subject called `name`, the baseline or a step's slug, with the weights of `model`.
+    """The subject called `name`, with the weights of `model`: a step's slug, or the baseline, with sdpa or, as in
+    `transformers/eager`, with the attention named.
 
     engine: `transformers` puts its model into the step's runner in place of the step's own decoder.
     """
-    if name == BASELINE:
-        return BaselineSubject(load_baseline_model(model, device, dtype))
+    library, _, attention = name.partition("/")
+    if library == BASELINE:
+        return BaselineSubject(load_baseline_model(model, device, dtype, attention or "sdpa"), name)
     step = find_step(name)
     if engine == "transformers":
         return StepSubject(step, TransformersModel(load_baseline_model(model, device, dtype)))

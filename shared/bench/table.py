@@ -53,6 +53,9 @@ def show(env: dict, rows: list[dict]) -> None:
             if (row["workload"], row["batch"]) == (name, batch):
                 table.add_row(row["variant"], *(column(row) for column in COLUMNS.values()))
         console.print(table)
+    if env["device"] != "cpu":
+        for variant, reason in env["not_measured"].items():
+            console.print(f"{variant}: not measured, {reason}", highlight=False)
     parts = [row for row in rows if row["suite"] == "decode_step"]
     if parts:
         names = ("total", "floor", "attention", "gather", "write", "cache", "rest", "predicted")

@@ -64,7 +64,10 @@ class Report:
 
     @property
     def variants(self) -> list[str]:
-        return [BASELINE, *(step.slug for step in self.steps)]
+        """transformers, with each attention that was measured anywhere, then the steps."""
+        measured = {row["variant"] for results in self.results for row in results.select("end_to_end")}
+        others = sorted(name for name in measured if name.startswith(f"{BASELINE}/"))
+        return [BASELINE, *others, *(step.slug for step in self.steps)]
 
 
 def load(folder: Path, steps: list[Step]) -> Report:

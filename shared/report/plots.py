@@ -86,7 +86,7 @@ def ladder(variants: list[str]) -> Callable[[Axes, Theme, Results], bool]:
         if not rows:
             return False
         names, times = list(rows), [row["decode_step_ms"] for row in rows.values()]
-        colours = [theme.faint if name == BASELINE else theme.series[0] for name in names]
+        colours = [theme.faint if name.startswith(BASELINE) else theme.series[0] for name in names]
         axes.barh(range(len(names)), times, color=colours, height=0.66)
         for i, (name, row) in enumerate(rows.items()):
             ratio = "" if name == BASELINE else f", {row['x_transformers_decode']:.2f}× transformers"

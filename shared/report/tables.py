@@ -235,6 +235,9 @@ def cost_model(report: Report) -> str:
             f"t0 = {calibration['t0_us']:.2f} µs an operator, copying {calibration['copy_gb_per_s']:.1f} GB/s "
             f"(read and written), reading {calibration['read_gb_per_s']:.1f} GB/s\n\n"
         )
+        if kinds := calibration.get("kinds_us"):
+            each = ", ".join(f"{name} {us:.2f}" for name, us in kinds.items())
+            parameters += f"t0 is the mean of these kinds of operators, µs each: {each}\n\n"
         head = ["variant", "what", "measured ms", "predicted ms", "predicted / measured"]
         return parameters + table(head, lines, left=2)
 
@@ -293,6 +296,7 @@ def environment(report: Report) -> str:
             "commit": f"`{env['commit']}`" + (" with uncommitted changes" if env["dirty"] else ""),
             "measured": f"{env.get('started', NOT_MEASURED)}, {env.get('measured_s', 0) / 60:.0f} minutes",
             "load average": f"{figure(env.get('load_before'))} before, {figure(env.get('load_after'))} after",
+            "not measured": "; ".join(f"{k}: {v}" for k, v in env.get("not_measured", {}).items()) or "—",
             "rows": str(len(results.rows)),
         }
         return table(["", ""], [[name, value] for name, value in lines.items()], left=2)

@@ -28,7 +28,7 @@ def generate(new_tokens):
         prompts,
         max_length=new_tokens,
         min_length=new_tokens,
-        end_token="",
+        end_token=words[-1],  # no prompt or answer has it, and min_length forbids it
         sampling_topk=1,
         include_prompt_in_result=False,
         max_batch_size=len(prompts),

@@ -18,16 +18,19 @@ if not os.path.exists(os.path.join(built, "genai_config.json")):
     subprocess.run([*builder, "-p", precision, "-e", "cpu"], check=True, stdout=sys.stderr)
 with open(os.path.join(built, "genai_config.json"), encoding="utf-8") as file:
     config = json.load(file)
-config["model"]["eos_token_id"] = -1  # no token: nothing stops before its time
+# The last token of the vocabulary stands for both: no prompt holds it, and nothing stops before its time. Where it
+# comes up all the same, the comparison of tokens shows it. It makes its mask from the padding: a prompt with the
+# model's own pad token in it, as chat prompts have, would get holes.
+unused = config["model"]["vocab_size"] - 1
+config["model"] |= {"eos_token_id": unused, "pad_token_id": unused}
 options = config["model"]["decoder"]["session_options"]
 options["intra_op_num_threads"], options["inter_op_num_threads"] = spec["threads"], 1
 with open(os.path.join(built, "genai_config.json"), "w", encoding="utf-8") as file:
     json.dump(config, file, indent=2)
 model = og.Model(built)
 longest = max(map(len, spec["prompts"]))
-pad = config["model"]["pad_token_id"]
 # Padded on the right: with left padding it gives wrong tokens without a word.
-padded = np.array([prompt + [pad] * (longest - len(prompt)) for prompt in spec["prompts"]], dtype=np.int32)
+padded = np.array([prompt + [unused] * (longest - len(prompt)) for prompt in spec["prompts"]], dtype=np.int32)
 
 
 def generate(new_tokens):
