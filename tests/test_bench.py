@@ -349,6 +349,18 @@ def test_publish_takes_only_a_complete_full_run(tmp_path, capsys, monkeypatch):
     assert len(record.load(tmp_path / "published" / path.name)["rows"]) == len(rows)
 
 
+def test_publish_takes_the_other_engines_alone_too(tmp_path, monkeypatch, capsys):
+    (tmp_path / "published").mkdir()
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "published")
+    full, peers = tmp_path / "cpu-tiny-float32.json", tmp_path / "cpu-tiny-float32-peers.json"
+    record.write_json(peers, {"environment": {"kind": "peers"}, "rows": []})  # interrupted: not complete
+    with pytest.raises(SystemExit):
+        main(["publish", "--output", str(full)])
+    record.write_json(peers, {"environment": {"kind": "peers", "complete": True}, "rows": []})
+    main(["publish", "--output", str(full)])
+    assert [path.name for path in (tmp_path / "published").iterdir()] == [peers.name]
+
+
 def test_a_child_in_a_fresh_process(tmp_path):
     """One real child: threads pinned, one JSON line a row; and its failure is one line for the user."""
     spec = {"variant": list_steps()[0].slug, "model": "tiny", "device": "cpu", "dtype": "float32", "threads": 1}

@@ -115,17 +115,29 @@ def missing(plan, rows: dict) -> list[tuple]:
 
 
 def publish(options: argparse.Namespace) -> None:
-    """Copy a complete full run from results/local/ to results/."""
+    """Copy a complete full run from results/local/ to results/, and a complete run of the other engines."""
+    from shared.bench import record
+
+    if options.engine != "own":
+        raise UserError("the published results are those of the steps' own decoders: leave --engine out")
+    source = options.output or record.path_for({"kind": "full"} | vars(options) | {"model": Path(options.model).name})
+    peers = source.with_name(f"{source.stem}-peers.json")
+    has_peers = peers.exists() and record.load(peers)["environment"].get("complete")
+    if not source.exists() and not has_peers:
+        raise UserError(f"{_shown(source)} does not exist: run `make bench-full` first")
+    if source.exists():
+        _publish_full(source)
+    if has_peers:
+        shutil.copyfile(peers, record.RESULTS / peers.name)
+        print(f"{_shown(record.RESULTS / peers.name)}: the other engines' rows; now `make report`")
+
+
+def _publish_full(source: Path) -> None:
     from shared.bench import plan as plans
     from shared.bench import record
     from shared.bench.conduct import code_hashes, hash_of
     from shared.steps import list_steps
 
-    if options.engine != "own":
-        raise UserError("the published results are those of the steps' own decoders: leave --engine out")
-    source = options.output or record.path_for({"kind": "full"} | vars(options) | {"model": Path(options.model).name})
-    if not source.exists():
-        raise UserError(f"{_shown(source)} does not exist: run `make bench-full` first")
     results = record.load(source)
     plan = dataclasses.replace(plans.full(), steps=tuple(list_steps()))
     hashes = code_hashes(plan)
@@ -144,10 +156,6 @@ def publish(options: argparse.Namespace) -> None:
     results["environment"]["complete"] = True
     record.write_json(target, results)
     print(f"{_shown(target)}: {len(results['rows'])} rows; now `make report`")
-    peers = source.with_name(f"{source.stem}-peers.json")
-    if peers.exists() and record.load(peers)["environment"].get("complete"):
-        shutil.copyfile(peers, target.with_name(peers.name))
-        print(f"{_shown(target.with_name(peers.name))}: the other engines' rows")
 
 
 def check(options: argparse.Namespace) -> None:

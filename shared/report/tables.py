@@ -246,7 +246,7 @@ def cost_model(report: Report) -> str:
 
 def peers(report: Report) -> str:
     def body(results: Results) -> str:
-        rows = sorted(results.select("peers"), key=lambda row: -row["batch"])
+        rows = sorted(results.select("peers"), key=lambda row: (-row["batch"], -row.get("tokens_per_s", 0)))
         lines = []
         for row in rows:
             if row.get("not_measured"):
