@@ -151,7 +151,7 @@ def derive(rows: dict[tuple, dict], kind: str) -> None:
             base = rows.get((suite, BASELINE, workload, batch), {})
             row["x_transformers"] = _ratio(row.get("tokens_per_s"), base.get("tokens_per_s"))
             row["x_transformers_decode"] = _ratio(base.get("decode_step_ms"), row.get("decode_step_ms"))
-            row["note"] = "" if row["repeats"] > 1 or kind != "full" else "measured once: slow"
+            row["note"] = "" if row["repeats"] > 1 or kind != "full" else "measured once"
         elif calibration and "cache_ops" in row:
             row["predicted_ms"] = (
                 row["floor_ms"] + row["attention_ms"] + _cost(calibration, row["cache_ops"], row["cache_bytes"])
