@@ -65,7 +65,7 @@ bench-full: env ## measure thoroughly: shapes, lengths, batch sizes
 	@$(PY) -m shared.models $(MODEL)
 	$(PY) -m shared.bench full $(OPTIONS)
 
-bench-peers: env ## measure beside other engines that are installed
+bench-peers: env ## measure beside other engines (installs them under .peers/)
 	@$(PY) -m shared.models $(MODEL)
 	$(PY) -m shared.bench peers $(OPTIONS)
 
