@@ -40,6 +40,8 @@ def test_wrong_tokens_have_no_speed(results):
     peers.fold(results, "vllm", CHAT, HASHES, sample(1.0, **wrong))
     row = results.rows["peers", "vllm", "chat", 2]
     assert row["wrong"] and "tokens_per_s" not in row and "x_transformers" not in row
+    peers.fold(results, "vllm", CHAT, HASHES, sample(1.0))
+    assert results.rows["peers", "vllm", "chat", 2] == row, "a second run took the first one's mistake away"
 
 
 @pytest.mark.parametrize(("margin", "wrong"), [(0.001, False), (3.0, True)])

@@ -18,7 +18,7 @@ Each variant runs in a fresh process. Its tokens are compared with transformers'
 What is finished is in results/local/ at once; interrupt when you like, the same command continues.
 
   python -m shared.bench quick                              a few minutes: eight chat prompts, 32 tokens each
-  python -m shared.bench full                               everything, about half an hour on two cores
+  python -m shared.bench full                               everything, about an hour on two cores
   python -m shared.bench full --model shape:qwen2.5-7b --device cuda --dtype float16    random weights, no download
   python -m shared.bench quick --steps 03 04 --suites end_to_end gather                 only these
   python -m shared.bench peers                              the same prompts on other engines (opt-in, installs them)

@@ -25,6 +25,7 @@ from shared.bench.end_to_end import MARGINS, first_difference, margin_at
 from shared.bench.measure import load_average, spread
 from shared.bench.plan import BASELINE, full
 from shared.bench.workloads import Workload, chat, encode_all
+from shared.compat.environments import create, link_torch
 from shared.errors import UserError
 from shared.models import resolve_model
 from shared.steps import ROOT, find_step, list_steps
@@ -131,14 +132,11 @@ def prepare(engine: Engine, device: str) -> str | None:
     size = f", about {engine.megabytes} MB on disk" if engine.megabytes else ""
     say(f"installing {engine.packages[0]} under {FOLDER.name}/{engine.name}{size}", always=True)
     folder = FOLDER / engine.name
-    venv.create(folder, clear=True, with_pip=False)
-    if not engine.own_torch:
-        from shared.compat.environments import TORCH, link_torch
-
-        TORCH.parent.mkdir(exist_ok=True)
+    if engine.own_torch:
+        venv.create(folder, clear=True, with_pip=False)
+    else:
         link_torch()
-        (site_packages,) = folder.glob("lib/python*/site-packages")
-        (site_packages / "torch.pth").write_text(f"{TORCH}\n")
+        create(folder)
     pip = [sys.executable, "-m", "pip", "--python", str(python_of(engine)), "install", "--quiet"]
     done = subprocess.run([*pip, "--only-binary=:all:", *engine.packages], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -196,6 +194,8 @@ def verdict(ids: list[list[int]], expected: list[list[int]], prompts: list[list[
 def fold(results: record.Record, variant: str, workload: Workload, hashes: dict[str, str], sample: dict) -> None:
     """Add a sample to the variant's row; ratios are taken within this run."""
     key = ("peers", variant, workload.name, workload.batch)
+    if results.rows.get(key, {}).get("wrong"):
+        return  # wrong once is wrong, whatever the next run gives
     row = dict(zip(record.KEY, key)) | {"code_hash": hash_of(variant, hashes), "new_tokens": workload.new_tokens}
     if "not_measured" in sample:
         results.rows[key] = row | sample

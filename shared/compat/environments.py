@@ -59,11 +59,7 @@ def describe(version: str) -> dict[str, str]:
 
 
 def install(version: str, folder: Path) -> None:
-    venv.create(folder, with_pip=False)
-    (site_packages,) = folder.glob("lib/python*/site-packages")
-    # Python puts a folder named in a .pth file behind the environment's own packages: what transformers asks for in
-    # an exact version (numpy, tokenizers, huggingface_hub) is its own, and only torch and its parts come from here.
-    (site_packages / "torch.pth").write_text(f"{TORCH}\n")
+    create(folder)
     pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install"]
     options = ["--quiet", "--disable-pip-version-check", f"transformers=={version}"]
     done = subprocess.run([*pip, *options], stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
@@ -72,9 +68,18 @@ def install(version: str, folder: Path) -> None:
         raise UserError(f"pip could not install transformers {version}, its message is above: is there a network?")
 
 
+def create(folder: Path) -> None:
+    """An environment without packages, in which torch is the one of this Python (see link_torch)."""
+    venv.create(folder, clear=True, with_pip=False)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    # Python puts a folder named in a .pth file behind the environment's own packages: what another package asks for in
+    # an exact version (numpy, tokenizers, huggingface_hub) is its own, and only torch and its parts come from here.
+    (site_packages / "torch.pth").write_text(f"{TORCH}\n")
+
+
 def link_torch() -> None:
     """Fill TORCH with links to torch and what it needs, and to nothing else of this environment."""
-    TORCH.mkdir(exist_ok=True)
+    TORCH.mkdir(parents=True, exist_ok=True)
     wanted = torch_files()
     for link in TORCH.iterdir():
         if link.name not in wanted or not link.exists():
